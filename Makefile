@@ -1,0 +1,67 @@
+# Two commands do everything on a machine with Python 3.11, gcc and make: `make demo` and `make test`.
+# Each makes the environment in .venv first if there is none, or if the lock has changed since it was made.
+
+PYTHON ?= $(firstword $(foreach p,python3.11 python3,$(shell $(p) -c 'print("$(p)")' 2>/dev/null)) python3.11)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+KILLS ?= 50
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-deps --no-compile -qq
+LOCK := requirements/cpu.txt requirements/torch.txt
+SOURCES := recovery storage_backends vllm_hooks tools tests requirements
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test check format soak clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(VENV)/ready  ## make the environment in .venv (about 2 minutes, 4 GB)
+
+demo: $(VENV)/ready  ## kill and continue a job of a real model; compare it token for token (ARGS=... passed on)
+	$(BIN)/prefix-recovery demo $(ARGS)
+
+test: $(VENV)/ready  ## run all tests (ARGS=... passed on to pytest)
+	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+
+check: $(VENV)/ready  ## ruff, mypy and the test of the import arrows
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+format: $(VENV)/ready  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+soak: $(VENV)/ready  ## kill the real job KILLS=50 times in a row
+	$(BIN)/python -m tests.soak --kills $(KILLS) $(ARGS)
+
+clean:  ## remove the environment, caches and what was built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each stamp is written last: a .venv without `installed` is an unfinished one, removed and made anew.
+# Bytecode is compiled here, on all cores, and not by pip, which uses one. It has to be there also where
+# PYTHONDONTWRITEBYTECODE is set: without it every engine process would compile vLLM again at its start.
+$(VENV)/installed: $(LOCK)
+	@echo "making $(VENV) with $(PYTHON)"
+	@rm -rf $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing torch"
+	@$(PIP) -r requirements/torch.txt || { \
+	  echo "torch is not on pip's own indexes, trying $(TORCH_INDEX)"; \
+	  $(PIP) --index-url $(TORCH_INDEX) -r requirements/torch.txt; }
+	@echo "installing the lock"
+	@$(PIP) -r requirements/cpu.txt
+	@echo "compiling"
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages carry files of other Pythons
+	@touch $@
+
+$(VENV)/ready: $(VENV)/installed pyproject.toml
+	@$(PIP) --no-build-isolation -e .
+	@touch $@

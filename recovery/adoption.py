@@ -1,0 +1,75 @@
+"""Segments that were flushed and that no snapshot names yet: which of them a restore takes over.
+
+Owns: what is adoptable (docs/format.md, invariant 11.4) and how it extends the ledger.
+Does not know: how the snapshot was chosen, what becomes of the calls.
+
+Invariants:
+1. Only segments of the chosen snapshot's own epoch are adopted. Every epoch publishes before it dispatches anything, so
+   that what a later epoch flushed extends a later snapshot, and never this one.
+2. Nothing is adopted that the snapshot accounts for, or that a garbage collection was about to delete.
+3. A record extends the ledger under the ledger's own rules or not at all; what is not used is counted with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from recovery.errors import Damaged, FormatNotUnderstood, RecoveryError
+from recovery.layout import SEGMENTS, segment_position
+from recovery.ledger import ChunkAt, Ledger
+from recovery.model import Record, SegmentInfo
+from recovery.ports import ObjectStore, SegmentCodec
+from recovery.staging import coordinates_of
+
+
+@dataclass(slots=True)
+class Adoption:
+    """What was taken over. `unreadable`: segments that should have been, each with what is wrong."""
+
+    segments: int = 0
+    tokens: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    unreadable: list[tuple[str, RecoveryError]] = field(default_factory=list)
+
+
+def adopt(
+    store: ObjectStore,
+    codec: SegmentCodec,
+    ledger: Ledger,
+    *,
+    epoch: int,
+    flushed: Mapping[str, int],
+    collected: Collection[str],
+) -> Adoption:
+    """Extend `ledger`, that of a snapshot of `epoch`, by every adoptable segment, in flush order per writer."""
+    adoption = Adoption()
+    for key in (item.key for item in store.list(f"{SEGMENTS}e{epoch:06d}/")):
+        at = segment_position(key)
+        if at is None or at.epoch != epoch or at.flush <= flushed.get(at.writer, 0):
+            continue
+        if key in collected or ledger.knows_segment(key):
+            continue
+        try:
+            data = store.get(key)
+            info = codec.describe(key, data)
+            records = codec.decode(data, info)
+        except (Damaged, FormatNotUnderstood) as error:
+            adoption.unreadable.append((key, error))
+            continue
+        _apply(ledger, info, records, adoption)
+    return adoption
+
+
+def _apply(ledger: Ledger, info: SegmentInfo, records: list[Record], adoption: Adoption) -> None:
+    ledger.describe(info)
+    used = False
+    for at in coordinates_of(records, info.key):
+        reason = ledger.apply(at)
+        if reason:
+            adoption.rejected[reason] = adoption.rejected.get(reason, 0) + 1
+            continue
+        used = True
+        if isinstance(at, ChunkAt):
+            adoption.tokens += at.chunk.n_tokens
+    adoption.segments += used

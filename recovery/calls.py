@@ -1,0 +1,189 @@
+"""The table of live calls: who is open, what each has not yet handed over, and the cut across all of them.
+
+Owns: one TokenBuffer, the not yet frozen `Opened`/`Ended` records and the transcript of every live call.
+Does not know: asyncio, vLLM, the store. Everything here runs on the one loop that fills it.
+
+Invariants:
+1. `freeze` is synchronous and takes from every changed call in one go: that is the cut.
+2. Per call and attempt, records leave in the order opened, runs by position, ended; none twice, none lost.
+3. A call that was ended takes no more tokens; a call that was interrupted can be carried on at its end.
+4. The cost of `freeze` is O(calls that changed since the last one), whatever the number of tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from recovery.buffer import Run, TokenBuffer
+from recovery.model import CallId, Ended, Opened, PolicyVersion, Request
+
+Captured = Opened | Run | Ended
+
+
+class LiveCall:
+    """One attempt of one call in this process.
+
+    `transcript_ids` (int32) and `transcript_logprobs` (float32, NaN where the engine gave none) hold all tokens
+    of the call, a restored prefix included: what the caller's outputs are assembled from.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_ended",
+        "_opened",
+        "_table",
+        "attempt",
+        "call_id",
+        "ended",
+        "in_use",
+        "request",
+        "transcript_ids",
+        "transcript_logprobs",
+        "version_spans",
+    )
+
+    def __init__(self, table: CallTable, request: Request, call_id: CallId, attempt: int) -> None:
+        self._table = table
+        self.request = request
+        self.call_id = call_id
+        self.attempt = attempt
+        self.transcript_ids = array("i")
+        self.transcript_logprobs = array("f")
+        self.version_spans: list[tuple[int, int, PolicyVersion]] = []
+        """(start, end, version), contiguous over the transcript; a version is never changed afterwards."""
+        self._buffer = TokenBuffer(call_id, attempt)
+        self._opened: Opened | None = None
+        self._ended: Ended | None = None
+        self.ended: Ended | None = None
+        self.in_use = True
+        """A caller's stream is attached; False after an abort or error, until the same request comes again."""
+
+    @property
+    def n_tokens(self) -> int:
+        return self._buffer.end
+
+    @property
+    def n_pending(self) -> int:
+        return self._buffer.n_pending
+
+    def append(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, version: PolicyVersion) -> None:
+        """Take what one engine output carried; all of it or, with an error, none of it.
+
+        Raises ValueError, TypeError or OverflowError for what cannot be stored: found here, where it came in, and not
+        when the run is written.
+        """
+        if self.ended is not None:
+            raise ValueError(f"call {self.request.rollout!r} has ended and takes no more tokens")
+        ids = array("i", token_ids)
+        lps = array("f", [float("nan")] * len(ids) if logprobs is None else logprobs)
+        start = self._buffer.end
+        self._buffer.append(token_ids, logprobs, version)
+        self._note_version(start, version)
+        self.transcript_ids.extend(ids)
+        self.transcript_logprobs.extend(lps)
+        self._table.changed(self)
+
+    def _note_version(self, start: int, version: PolicyVersion) -> None:
+        end = self._buffer.end
+        if self.version_spans and self.version_spans[-1][2] == version:
+            self.version_spans[-1] = (self.version_spans[-1][0], end, version)
+        elif end > start:
+            self.version_spans.append((start, end, version))
+
+    def end(self, finish_reason: str, stop_reason: int | str | None) -> Ended:
+        """Make the call terminal. Raises ValueError for a reason that does not end a call."""
+        if self.ended is None:
+            self.ended = self._ended = Ended(
+                call_id=self.call_id,
+                attempt=self.attempt,
+                n_tokens=self.n_tokens,
+                finish_reason=finish_reason,
+                stop_reason=stop_reason,
+            )
+            self._table.changed(self)
+        return self.ended
+
+    def settle_as_ended(self, finish_reason: str, stop_reason: int | str | None) -> None:
+        """The store has the terminal record already: nothing of this call is written again."""
+        self.end(finish_reason, stop_reason)
+        self._ended = None
+
+    def _take(self) -> list[Captured]:
+        taken: list[Captured] = []
+        if self._opened is not None:
+            taken.append(self._opened)
+            self._opened = None
+        taken.extend(self._buffer.freeze())
+        if self._ended is not None:
+            taken.append(self._ended)
+            self._ended = None
+        return taken
+
+
+class CallTable:
+    """All calls of one process that are open or whose records were not yet taken."""
+
+    def __init__(self) -> None:
+        self._calls: dict[CallId, LiveCall] = {}
+        # By object: two attempts of one call may both have records that were not taken yet (invariant 2).
+        self._changed: dict[LiveCall, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def get(self, call_id: CallId) -> LiveCall | None:
+        return self._calls.get(call_id)
+
+    def open(self, request: Request, call_id: CallId, attempt: int) -> LiveCall:
+        """A call that no ledger knows yet; its `Opened` record goes with the next freeze."""
+        call = self._add(request, call_id, attempt)
+        call._opened = Opened(call_id=call_id, attempt=attempt, request=request)
+        self.changed(call)
+        return call
+
+    def carry_on(
+        self,
+        request: Request,
+        call_id: CallId,
+        attempt: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version_spans: Sequence[tuple[int, int, PolicyVersion]],
+    ) -> LiveCall:
+        """A call that a restore brought back with this prefix; the ledger has it at this attempt already."""
+        call = self._add(request, call_id, attempt)
+        call._buffer = TokenBuffer(call_id, attempt, len(token_ids))
+        call.transcript_ids.extend(token_ids)
+        call.transcript_logprobs.extend(logprobs)
+        call.version_spans.extend(version_spans)
+        return call
+
+    def _add(self, request: Request, call_id: CallId, attempt: int) -> LiveCall:
+        if call_id in self._calls:
+            raise ValueError(f"call {request.rollout!r} is live already")
+        call = self._calls[call_id] = LiveCall(self, request, call_id, attempt)
+        return call
+
+    def changed(self, call: LiveCall) -> None:
+        self._changed[call] = None
+
+    def forget(self, call_id: CallId) -> None:
+        """Drop an ended call once its caller has its result; what was not yet frozen still goes with a freeze."""
+        self._calls.pop(call_id, None)
+
+    def ended(self) -> list[LiveCall]:
+        """Calls that have ended and were not forgotten yet."""
+        return [call for call in self._calls.values() if call.ended is not None]
+
+    def longest_pending(self) -> int:
+        """Tokens of the call with the most unfrozen ones: what a crash now would cost one call."""
+        return max((call.n_pending for call in self._changed), default=0)
+
+    def freeze(self) -> list[Captured]:
+        """The cut: everything captured since the last one, in order per call."""
+        changed, self._changed = self._changed, {}
+        taken: list[Captured] = []
+        for call in changed:
+            taken.extend(call._take())
+        return taken

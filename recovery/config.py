@@ -1,0 +1,313 @@
+"""The configuration of a job: its fields, their defaults, and which of them go together.
+
+Owns: every block and field, the table of what this version does not support, the ways to read and write them.
+Does not know: how text becomes a tree and a tree a block (config_forms.py), whether a store or model exists.
+
+Invariants:
+1. A JobConfig from `load_config` or `parse_config` can be run and restored: what cannot is refused, by name.
+2. Off by default: unless `enabled`, nothing of the block `rollout_checkpointing` is used, whatever the mode.
+3. No value is ignored: what this version cannot honour is a row of UNSUPPORTED, and nowhere else.
+4. A loaded path does not depend on the folder that the command is started in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import msgspec
+from msgspec import Meta, field
+
+from recovery import config_forms as forms
+from recovery.config_forms import Block, FieldError
+from recovery.errors import ConfigError
+
+Tree = dict[str, Any]
+Mode = Literal["off", "turn", "prefix_recovery"]
+Policy = Literal["reject", "requeue_pristine", "resume_mixed", "resume_masked", "pin_weights", "wait_not_drop"]
+Text = Annotated[str, Meta(min_length=1)]
+Whole = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+YEAR_S = 366 * 24 * 3600  # a larger number of seconds is a mistaken unit
+Duration = Annotated[float, Meta(gt=0, le=YEAR_S)]
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+class GymConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is captured while a call is generated, and how often it leaves the process."""
+
+    AT: ClassVar[str] = "rollout_checkpointing.gym"
+
+    mode: Annotated[Mode, Meta(description="What survives: nothing, turns, tokens.")] = "prefix_recovery"
+    generation_chunk_flush_tokens: Annotated[Whole, Meta(description="New tokens in a flush; 0: at cuts only.")] = 256
+
+    @classmethod
+    def spelled(cls, name: str, value: Any) -> Any:
+        """`mode: off` is a boolean to YAML, and means off all the same."""
+        if name == "mode" and value is True:
+            problem = "found true, which is how YAML reads on and yes; accepted: off, turn, prefix_recovery"
+            raise FieldError(f"{cls.AT}.mode", problem, hint="write mode: prefix_recovery")
+        return "off" if name == "mode" and value is False else value
+
+
+class CheckpointingConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Snapshots: where they go, how often they are taken, what a restart does with them."""
+
+    AT: ClassVar[str] = "rollout_checkpointing"
+
+    enabled: Annotated[bool, Meta(description="Switches the block on; without it the mode is off.")] = False
+    store: Annotated[Text | None, Meta(description="Folder or URL, the store root of this job alone.")] = None
+    codec: Annotated[Literal["arrow", "zarr"], Meta(description="Encoding of new segments.")] = "arrow"
+    gym: Annotated[GymConfig, Meta(description="What is captured during generation.")] = GymConfig()
+    snapshot_interval_s: Annotated[Duration, Meta(description="Seconds between two snapshots.")] = 60.0
+    snapshot_timeout_s: Annotated[Duration, Meta(description="Seconds until a snapshot is abandoned.")] = 30.0
+    keep_latest_k: Annotated[Positive, Meta(description="Snapshots kept; two are recommended.")] = 2
+    restore: Annotated[
+        Literal["auto", "never", "strict"] | Positive,
+        Meta(description="The newest usable snapshot, none, the newest or fail, or the one with this id."),
+    ] = "auto"
+    unresumable: Annotated[
+        Literal["restart", "refuse"], Meta(description="What becomes of requests that cannot resume exactly.")
+    ] = "restart"
+    grace_s: Annotated[
+        float, Meta(ge=0, le=YEAR_S, description="Seconds that the last snapshot may take after SIGTERM.")
+    ] = 20.0
+
+    @classmethod
+    def spelled(cls, name: str, value: Any) -> Any:
+        """A snapshot id may be text, with the zeros that a listing shows."""
+        if name == "restore" and isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}", value):
+            return int(value)
+        if name == "store" and isinstance(value, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", value):
+            raise FieldError(f"{cls.AT}.store", f"found {value}; a URL has two slashes after the colon")
+        return value
+
+
+class RolloutConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Staleness and capacity of a fully asynchronous rollout."""
+
+    AT: ClassVar[str] = "rollout"
+
+    max_policy_version_lag: Annotated[Whole | None, Meta(description="Largest lag; null: any.")] = None
+    on_stale: Annotated[Policy, Meta(description="What becomes of a staler group.")] = "requeue_pristine"
+    max_executing_groups: Annotated[Positive, Meta(description="Groups generated at a time (E).")] = 4
+    completed_prefetch_groups: Annotated[Positive, Meta(description="Slots for finished ones (P).")] = 8
+    staleness_headroom: Annotated[Whole, Meta(description="Lag expected to grow by in a resumed suffix.")] = 0
+    max_pristine_requeues: Annotated[Whole, Meta(description="Requeues before escalate_to applies.")] = 3
+    escalate_to: Annotated[Policy, Meta(description="The policy after that many requeues.")] = "wait_not_drop"
+    async_buffer_max_groups: Annotated[
+        Positive | None, Meta(description="Finished groups kept before the stalest is evicted; null: all.")
+    ] = None
+
+
+class JobConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job of `prefix-recovery run`: prompts in, one result for every sample out."""
+
+    model: Annotated[Text, Meta(description="Model folder or hub name.")]
+    engine: Annotated[Tree, Meta(description="vLLM engine arguments.")] = field(default_factory=dict)
+    prompts: Annotated[Text, Meta(description="JSONL file, one request a line.")]
+    output: Annotated[Text, Meta(description="JSONL file that results are appended to.")]
+    sampling: Annotated[Tree, Meta(description="vLLM SamplingParams fields.")] = field(default_factory=dict)
+    samples_per_prompt: Annotated[Positive, Meta(description="Results wanted for each prompt.")] = 1
+    max_concurrent_calls: Annotated[Positive, Meta(description="Calls given to the engine at a time.")] = 16
+    rollout_checkpointing: Annotated[CheckpointingConfig, Meta(description="Snapshots and restore.")] = (
+        CheckpointingConfig()
+    )
+    rollout: Annotated[RolloutConfig, Meta(description="Staleness and capacity.")] = RolloutConfig()
+
+
+_STORE = "rollout_checkpointing.store"
+_FLAGGED = (CheckpointingConfig, RolloutConfig)
+
+
+class Unsupported(NamedTuple):
+    """A value that is refused (None: every value but the field's default), and what to do instead."""
+
+    path: str
+    value: str | None
+    instead: str
+
+
+_NO_UPDATES = "a batch job has no weight updates: leave it out, or use recovery.admission from Python"
+
+# What the schema knows and this version does not do. To support one, delete its line.
+UNSUPPORTED = (
+    Unsupported("rollout_checkpointing.codec", "zarr", "use codec: arrow"),
+    Unsupported("rollout_checkpointing.gym.mode", "turn", "use mode: prefix_recovery, which keeps turns too"),
+    Unsupported("rollout.max_policy_version_lag", None, _NO_UPDATES),
+    Unsupported("rollout.on_stale", None, _NO_UPDATES),
+    Unsupported("rollout.max_executing_groups", None, _NO_UPDATES),
+    Unsupported("rollout.completed_prefetch_groups", None, _NO_UPDATES),
+    Unsupported("rollout.staleness_headroom", None, _NO_UPDATES),
+    Unsupported("rollout.max_pristine_requeues", None, _NO_UPDATES),
+    Unsupported("rollout.escalate_to", None, _NO_UPDATES),
+    Unsupported("rollout.async_buffer_max_groups", None, _NO_UPDATES),
+)
+
+
+def effective_mode(config: JobConfig | CheckpointingConfig) -> Mode:
+    """The mode that applies: off unless the block is enabled."""
+    block = config.rollout_checkpointing if isinstance(config, JobConfig) else config
+    return block.gym.mode if block.enabled else "off"
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> JobConfig:
+    """Read a YAML file, or a JSON file if it is named so, and check all of it.
+
+    Args:
+        path: the file.
+        overrides: `a.b=c`, applied in order over the file; `c` is read as YAML (`a.b=null`, `a.b={x: 1}`).
+
+    Relative paths are taken from the folder of the file and not from the current one, in overrides too:
+    `prompts`, `output`, a local `store`, and `model` if that folder exists there (else it is a name on the
+    hub). A leading `~` is the home folder. URLs (`s3://`, `file://`) are left alone.
+
+    Raises:
+        ConfigError: with the dotted path, what was found, what is accepted, and the file and line.
+    """
+    source = os.fspath(path)
+    tree, origins = forms.read_file(source)
+    if tree is None:
+        raise ConfigError(f"{source}: is empty", hint="a job needs at least model, prompts and output")
+    return _job(tree, overrides, origins, os.path.dirname(os.path.abspath(source)))
+
+
+def parse_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
+    """The same from a tree that is in memory: plain dicts, hydra's, any Mapping. Paths stay as they are."""
+    return _job(mapping, overrides, {}, None)
+
+
+def check_combinations(config: JobConfig) -> None:
+    """Refuse values that are fine alone and cannot be run, or cannot be restored, together."""
+    rollout, block, on = config.rollout, config.rollout_checkpointing, effective_mode(config) != "off"
+    slots, executing = rollout.completed_prefetch_groups, rollout.max_executing_groups
+    if slots < executing:
+        problem = f"found {slots}; accepted: at least max_executing_groups, {executing}"
+        raise FieldError("rollout.completed_prefetch_groups", problem, "a group must never wait for its slot")
+    lag, headroom = rollout.max_policy_version_lag, rollout.staleness_headroom
+    if lag is not None and headroom > lag:
+        problem = f"found {headroom}; accepted: at most max_policy_version_lag, {lag}"
+        raise FieldError("rollout.staleness_headroom", problem, "with more, no prefix would ever be resumed")
+    if rollout.escalate_to == "requeue_pristine":
+        problem = "requeue_pristine is what is escalated from"
+        raise FieldError("rollout.escalate_to", problem, "use wait_not_drop or resume_mixed")
+    if "model" in config.engine:
+        raise FieldError("engine.model", "is given twice", "remove it: the field `model` names the model")
+    if config.sampling.get("n", 1) != 1:
+        raise FieldError("sampling.n", "is not how samples are counted", "use samples_per_prompt")
+    if on and block.store is None:
+        raise FieldError(_STORE, "missing, and enabled is true", "e.g. store: s3://bucket/run-17, or a folder")
+    if on and str(block.store).startswith("memory:"):
+        problem = f"{block.store} does not survive a crash"
+        raise FieldError(_STORE, problem, "use a folder or an s3:// URL")
+    _check_places(config, block.store if on else None)
+    for row in UNSUPPORTED:
+        if on or not row.path.startswith(CheckpointingConfig.AT):
+            _check_supported(config, row)
+
+
+def _check_supported(config: JobConfig, row: Unsupported) -> None:
+    value: Any = config
+    default: Any = JobConfig(model="-", prompts="-", output="-")
+    for name in row.path.split("."):
+        value, default = getattr(value, name), getattr(default, name)
+    if (value != default) if row.value is None else (value == row.value):
+        raise FieldError(row.path, f"{value} is not supported by this version", row.instead)
+
+
+def _check_places(config: JobConfig, store: str | None) -> None:
+    """Prompts and output are two files; the store is a folder that neither is, holds or lies in."""
+    prompts, output = _place(config.prompts), _place(config.output)
+    if prompts in (output, f"{output}.errors.jsonl"):
+        raise FieldError("output", "would overwrite prompts", "give it another name")
+    root = _place(store) if store else None
+    for name, file in (("prompts", prompts), ("output", output)):
+        if root and f"{root}/".startswith(f"{file}/"):
+            raise FieldError(_STORE, f"is {name} itself, or inside it", "give it a folder of its own")
+        if root and file.startswith(f"{root}/"):
+            raise FieldError(name, "is inside the store", "the store is a folder of its own: move one of them")
+
+
+def _place(text: str) -> str:
+    """A path or URL in a form that can be compared."""
+    if text.startswith("file://"):
+        text = url2pathname(urlsplit(text).path)
+    return text.rstrip("/") if _URL.match(text) else os.path.realpath(os.path.expanduser(text))
+
+
+def _job(mapping: Any, overrides: Sequence[str], origins: forms.Origins, folder: str | None) -> JobConfig:
+    try:
+        tree = forms.plain(mapping)
+        if isinstance(tree, dict):
+            forms.override(tree, overrides, origins)
+        config = forms.build(JobConfig, tree, JobConfig)
+        if folder is not None:
+            config = _beside(config, folder)
+        check_combinations(config)
+    except FieldError as error:
+        raise error.located(origins) from None
+    return config
+
+
+def _beside(config: JobConfig, folder: str) -> JobConfig:
+    """The job with its local paths taken from `folder`."""
+
+    def absolute(text: str) -> str:
+        return text if _URL.match(text) else os.path.normpath(os.path.join(folder, os.path.expanduser(text)))
+
+    block = config.rollout_checkpointing
+    if block.store is not None:
+        block = msgspec.structs.replace(block, store=absolute(block.store))
+    return msgspec.structs.replace(
+        config,
+        model=absolute(config.model) if os.path.isdir(absolute(config.model)) else config.model,
+        prompts=absolute(config.prompts),
+        output=absolute(config.output),
+        rollout_checkpointing=block,
+    )
+
+
+def job_schema() -> dict[str, Any]:
+    """The JSON schema of a job file, every field described."""
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": draft, "title": "prefix-recovery job", **msgspec.json.schema(JobConfig)}
+
+
+def to_yaml(config: Block) -> str:
+    """A configuration, or one block of it, as YAML that reads back equal."""
+    return forms.write_yaml(msgspec.to_builtins(config))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag for every field of the two blocks: `--rollout-checkpointing-gym-mode`, `--rollout-on-stale`.
+
+    Values are checked with the rest of the configuration; a flag that is not given leaves no attribute.
+    """
+    for block in _FLAGGED:
+        group = parser.add_argument_group(block.AT, block.__doc__)
+        for leaf in forms.leaves(block):
+            default = forms.write_yaml(leaf.field.default).strip()
+            switch = leaf.field.default is False
+            group.add_argument(
+                "--" + re.sub(r"[._]", "-", leaf.path),
+                dest=leaf.path.replace(".", "_"),
+                default=argparse.SUPPRESS,
+                help=f"{leaf.description} {leaf.words} (default: {default})".replace("%", "%%"),
+                **({"action": argparse.BooleanOptionalAction} if switch else {"metavar": "VALUE"}),
+            )
+
+
+def overrides_from_args(namespace: argparse.Namespace) -> list[str]:
+    """The overrides, for `load_config` or `parse_config`, of the flags of `add_arguments` that were given."""
+    found = []
+    for leaf in (leaf for block in _FLAGGED for leaf in forms.leaves(block)):
+        value = getattr(namespace, leaf.path.replace(".", "_"), None)
+        if value is not None:
+            as_is = isinstance(value, str) and not leaf.takes_text
+            found.append(f"{leaf.path}={value if as_is else forms.write_yaml(value).strip()}")
+    return found

@@ -1,0 +1,240 @@
+"""Takes snapshots: does the protocol's effects, in order, under one deadline.
+
+Owns: the order in which holds, fence, cut, staging and publication are called, and what a snapshot attempt counted.
+Does not know: the event loop (ports: Fleet), the format (publication.py), when a snapshot is due.
+
+Invariants:
+1. Only one attempt at a time; a store call that an abandoned attempt left hanging must return before the next begins.
+2. The deadline ends an attempt, never a call: decoding does not wait for a snapshot.
+3. An expected failure (Retry, Damaged, SnapshotAbandoned) abandons the attempt; Fenced stops the coordinator; anything
+   else is a program error, is raised, and still leaves hold and fence released.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from recovery.errors import Damaged, Fenced, RecoveryError, Retry, SnapshotAbandoned
+from recovery.ports import Clock
+from recovery.protocol import Effect, Event, SnapshotMachine, Verdict
+from recovery.publication import Draft, Publication
+from recovery.staging import Staged
+
+T = TypeVar("T")
+
+
+class Fleet(Protocol):
+    """The side that decodes: one process, or many behind one object. Every call returns within `timeout_s`."""
+
+    def acquire_hold(self, reason: str, timeout_s: float) -> None: ...
+
+    def release_hold(self) -> None:
+        """Release exactly the hold of `acquire_hold`; harmless if there is none."""
+
+    def raise_fence(self, timeout_s: float) -> None:
+        """From here on terminal results wait; decoding does not."""
+
+    def lower_fence(self) -> None: ...
+
+    def prepare(self, timeout_s: float) -> Mapping[str, bytes]:
+        """The participants' states, by name."""
+
+    def resume(self, published: bool) -> None:
+        """Tell the participants how it ended."""
+
+    def cut(self, timeout_s: float) -> None:
+        """Freeze and swap every active buffer. Raises EngineDead if there is no live engine behind it."""
+
+    def stage(self, timeout_s: float) -> list[Staged]:
+        """Everything stored since the last call, the cut included, in order."""
+
+
+def in_this_thread(work: Callable[[], T], timeout_s: float) -> T:
+    """Do `work` here and now: for tests and for stores that cannot hang."""
+    return work()
+
+
+class InOneThread:
+    """Do work in a thread of its own and give up waiting at the deadline.
+
+    The thread is a daemon and cannot be killed; until its call returns nothing else is accepted (invariant 1).
+    """
+
+    def __init__(self) -> None:
+        self._running: threading.Thread | None = None
+
+    def __call__(self, work: Callable[[], T], timeout_s: float) -> T:
+        if self._running is not None and self._running.is_alive():
+            self._running.join(timeout_s)
+            if self._running.is_alive():
+                raise SnapshotAbandoned(
+                    "a store call of an earlier snapshot still has not returned",
+                    hint="look at the store's back end; decoding goes on meanwhile",
+                )
+        result: list[T] = []
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                result.append(work())
+            except BaseException as error:
+                raised.append(error)
+
+        self._running = threading.Thread(target=run, name="snapshot-step", daemon=True)
+        self._running.start()
+        self._running.join(timeout_s)
+        if self._running.is_alive():
+            raise SnapshotAbandoned(
+                f"a step did not finish within the {timeout_s:.1f} s that were left",
+                hint="raise rollout_checkpointing.snapshot_timeout_s, or look at the store's back end",
+            )
+        if raised:
+            raise raised[0]
+        return result[0]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What one attempt did; `snapshot` is the id if it was published."""
+
+    cause: str
+    verdict: Verdict = Verdict.ABANDONED
+    snapshot: int | None = None
+    error: RecoveryError | None = None
+    step: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_written: int = 0
+    collected: int = 0
+
+
+class Coordinator:
+    """One per epoch. `take` may be called from any one thread at a time."""
+
+    def __init__(
+        self,
+        publication: Publication,
+        fleet: Fleet,
+        clock: Clock,
+        *,
+        timeout_s: float,
+        fingerprint: str,
+        run: Callable[[Callable[[], object], float], object] = in_this_thread,
+    ) -> None:
+        self._publication = publication
+        self._fleet = fleet
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._fingerprint = fingerprint
+        self._run = run
+        self._machine = SnapshotMachine()
+        self._states: Mapping[str, bytes] = {}
+        self._unvalidated: list[Staged] = []
+        self._draft: Draft | None = None
+        self.rejected: dict[str, int] = {}
+
+    def take(self, cause: str, timeout_s: float | None = None) -> Attempt:
+        """Take one snapshot. Returns how it went; raises only Fenced's successors: program errors."""
+        attempt = Attempt(cause)
+        deadline = self._clock.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        step = self._machine.on(Event.BEGIN)
+        unexpected: BaseException | None = None
+        while step.effect is not None:
+            began = self._clock.monotonic()
+            event = Event.DONE
+            try:
+                self._do(step.effect, attempt, deadline - began)
+            except Fenced as error:
+                event, attempt.error, attempt.step = Event.FENCED, error, step.effect.value
+            except RecoveryError as error:
+                event = Event.FAILED
+                attempt.error, attempt.step = attempt.error or error, attempt.step or step.effect.value
+            except Exception as error:
+                event, unexpected, attempt.step = Event.FAILED, unexpected or error, step.effect.value
+            attempt.seconds[step.effect.value] = self._clock.monotonic() - began
+            step = self._machine.on(event)
+        attempt.verdict = self._machine.verdict or Verdict.ABANDONED
+        if unexpected is not None:
+            raise unexpected
+        if attempt.verdict is Verdict.PUBLISHED:
+            self._collect(attempt)
+        return attempt
+
+    def _collect(self, attempt: Attempt) -> None:
+        """Hint and garbage: after everybody was released. A failure leaves garbage for later, not damage."""
+        began = self._clock.monotonic()
+        try:
+            attempt.collected = self._bounded(self._publication.collect, self._timeout_s)
+        except (Retry, Damaged, SnapshotAbandoned, Fenced) as error:
+            attempt.error, attempt.step = error, "collect garbage"
+        attempt.seconds["collect garbage"] = self._clock.monotonic() - began
+
+    def _bounded(self, work: Callable[[], T], left_s: float) -> T:
+        if left_s <= 0:
+            raise SnapshotAbandoned(
+                f"the snapshot did not finish within {self._timeout_s} s",
+                hint="raise rollout_checkpointing.snapshot_timeout_s, or look at the store's back end",
+            )
+        return self._run(work, left_s)  # type: ignore[return-value]
+
+    def _do(self, effect: Effect, attempt: Attempt, left_s: float) -> None:
+        fleet = self._fleet
+        match effect:
+            case Effect.ACQUIRE_HOLD:
+                fleet.acquire_hold(f"snapshot ({attempt.cause})", max(0.0, left_s))
+            case Effect.RAISE_FENCE:
+                fleet.raise_fence(max(0.0, left_s))
+            case Effect.PREPARE:
+                self._states = fleet.prepare(max(0.0, left_s))
+            case Effect.CUT:
+                fleet.cut(max(0.0, left_s))
+            case Effect.STAGE:
+                self._take_staged(fleet.stage(max(0.0, left_s)))
+            case Effect.RECORD:
+                self._bounded(self._record, left_s)
+            case Effect.VALIDATE:
+                self._bounded(self._validate, left_s)
+            case Effect.PUBLISH:
+                self._bounded(lambda: self._publish(attempt), left_s)
+            case Effect.LOWER_FENCE:
+                fleet.lower_fence()
+            case Effect.RESUME:
+                fleet.resume(attempt.snapshot is not None)
+            case Effect.RELEASE_HOLD:
+                fleet.release_hold()
+
+    def _take_staged(self, staged: list[Staged]) -> None:
+        """Extend the ledger in memory. A record that does not fit costs its call the newest chunk, nothing else."""
+        ledger = self._publication.ledger
+        for item in staged:
+            ledger.describe(item.info)
+            for at in item.coordinates:
+                reason = ledger.apply(at)
+                if reason:
+                    self.rejected[reason] = self.rejected.get(reason, 0) + 1
+            self._publication.flushed[item.writer] = item.flush
+        self._unvalidated.extend(staged)
+
+    def _record(self) -> None:
+        self._publication.log.settle()
+        self._draft = self._publication.record(self._states)
+
+    def _validate(self) -> None:
+        assert self._draft is not None
+        wrong = self._publication.validate(self._draft, self._unvalidated)
+        self._unvalidated = []
+        if wrong:
+            raise SnapshotAbandoned(
+                f"{len(wrong)} freshly written segments did not read back: {wrong[0]}",
+                hint="their calls keep what came before; check the disk or bucket before you trust it further",
+            )
+
+    def _publish(self, attempt: Attempt) -> None:
+        assert self._draft is not None
+        slot = self._publication.publish(
+            self._draft, cause=attempt.cause, fingerprint=self._fingerprint, restored_from=None
+        )
+        attempt.snapshot = slot.seq
+        attempt.bytes_written = self._draft.nbytes

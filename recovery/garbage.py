@@ -1,0 +1,74 @@
+"""What no kept snapshot reaches, as a restore finds it in the store.
+
+Owns: which objects of earlier epochs are garbage, and which keys a published intent names.
+Does not know: when garbage is deleted (retention.py, publication.py), the chosen snapshot.
+
+Invariants:
+1. Only objects of ours (layout.py) of an epoch below the collector's are named: what a live writer may still want to
+   reference is of its own epoch.
+2. Where a kept snapshot cannot be read, what it reaches is not known, and nothing is named.
+"""
+
+from __future__ import annotations
+
+import json
+
+from recovery import layout
+from recovery.errors import Damaged, FormatNotUnderstood, ObjectMissing, RecoveryError
+from recovery.ledger import Ledger
+from recovery.log import Slot
+from recovery.ports import LedgerCodec, ObjectStore
+from recovery.slots import walk_back
+from recovery.snapshots import MAX_JSON_BYTES, ObjectRef, Snapshot, get_object, read_ledger_objects
+
+
+def reached_by(store: ObjectStore, ledgers: LedgerCodec, snapshot: Snapshot) -> set[str]:
+    """Keys of everything that a snapshot references. Raises Damaged or FormatNotUnderstood."""
+    objects = read_ledger_objects(store, ledgers, snapshot.ledger)
+    ledger = Ledger.from_objects((item.header, item.rows) for item in objects)
+    return (
+        {item.ref.key for item in objects} | {ref.key for ref in snapshot.states.values()} | ledger.segments_in_use()
+    )
+
+
+def unreached(store: ObjectStore, ledgers: LedgerCodec, tail: int, epoch: int, keep_latest_k: int) -> list[str]:
+    """Objects of epochs below `epoch` that none of the newest snapshots at or below slot `tail` reaches."""
+    reached: set[str] = set()
+    kept = 0
+    for read in walk_back(store, tail):
+        if isinstance(read, RecoveryError):
+            return []
+        if read.slot.kind != "snapshot":
+            continue
+        try:
+            reached |= reached_by(store, ledgers, Snapshot.from_slot(read.slot))
+        except (Damaged, FormatNotUnderstood):
+            return []
+        kept += 1
+        if kept == keep_latest_k:
+            break
+    listed = [item.key for prefix in layout.PREFIXES for item in store.list(prefix)]
+    return [key for key in listed if key not in reached and _is_below(key, epoch)]
+
+
+def _is_below(key: str, epoch: int) -> bool:
+    written = layout.epoch_of(key)
+    return written is not None and written < epoch
+
+
+def intended(store: ObjectStore, slot: Slot) -> set[str]:
+    """Keys that a gc slot says are about to be deleted. Raises Damaged if its list is unreadable.
+
+    A list that is not there any more was garbage itself, and goes after everything that it names.
+    """
+    what = f"the list of gc slot {slot.seq}"
+    ref = ObjectRef.from_json(slot.body.get("victims"), what)
+    try:
+        keys = json.loads(get_object(store, ref, MAX_JSON_BYTES))
+    except ObjectMissing:
+        return set()
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{what} is not JSON: {error}") from error
+    if not isinstance(keys, list) or not all(isinstance(key, str) and layout.epoch_of(key) for key in keys):
+        raise Damaged(f"{what} does not name objects of a store")
+    return set(keys)

@@ -1,0 +1,72 @@
+"""Where each kind of object lies in a store: the grammar of docs/format.md, section 3, for all but the log.
+
+Owns: making and recognising the keys of segments, ledger objects, states and garbage lists.
+Does not know: what is in an object, who writes it.
+
+Invariants:
+1. What does not match the grammar exactly is foreign: it is never read as ours, and never deleted.
+2. A key that is made here is recognised here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SEGMENTS, LEDGERS, STATES, GARBAGE = "seg/", "ledger/", "state/", "gc/"
+PREFIXES = (SEGMENTS, LEDGERS, STATES, GARBAGE)
+"""In the order in which they are deleted: a list of garbage goes after what it lists."""
+
+_EPOCH = r"e(?P<epoch>[0-9]{6,})"
+_NAME = r"[a-z0-9._-]+"
+_SEGMENT = re.compile(
+    rf"seg/{_EPOCH}/(?P<writer>{_NAME}\.[0-9a-f]{{8}})/(?P<flush>[0-9]{{8,}})-[0-9a-f]{{8}}-[0-9a-f]{{8}}\.[a-z0-9]+"
+)
+_OTHERS = (
+    re.compile(rf"ledger/{_EPOCH}/[0-9a-f]{{16}}\.[a-z0-9]+"),
+    re.compile(rf"state/{_EPOCH}/{_NAME}-[0-9a-f]{{16}}\.json"),
+    re.compile(rf"gc/{_EPOCH}/[0-9a-f]{{16}}\.json"),
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SegmentPosition:
+    """Which flush of which worker incarnation (`writer`) in which epoch a segment is."""
+
+    epoch: int
+    writer: str
+    flush: int
+
+
+def segment_stem(epoch: int, writer: str, flush: int, nonce: str) -> str:
+    """A segment's key up to its sum, which the codec adds. `nonce`: 8 hex digits."""
+    return f"{SEGMENTS}e{epoch:06d}/{writer}/{flush:08d}-{nonce}"
+
+
+def ledger_key(epoch: int, nonce: str, suffix: str) -> str:
+    """`nonce`: 16 hex digits."""
+    return f"{LEDGERS}e{epoch:06d}/{nonce}.{suffix}"
+
+
+def state_key(epoch: int, name: str, nonce: str) -> str:
+    return f"{STATES}e{epoch:06d}/{name}-{nonce}.json"
+
+
+def garbage_key(epoch: int, nonce: str) -> str:
+    return f"{GARBAGE}e{epoch:06d}/{nonce}.json"
+
+
+def segment_position(key: str) -> SegmentPosition | None:
+    """None for a foreign name."""
+    match = _SEGMENT.fullmatch(key)
+    if match is None:
+        return None
+    return SegmentPosition(int(match["epoch"]), match["writer"], int(match["flush"]))
+
+
+def epoch_of(key: str) -> int | None:
+    """The epoch in which an object of ours was written; None for a foreign name."""
+    for grammar in (_SEGMENT, *_OTHERS):
+        if match := grammar.fullmatch(key):
+            return int(match["epoch"])
+    return None

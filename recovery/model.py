@@ -1,0 +1,221 @@
+"""The nouns: calls, requests, chunks, terminals, segments, as frozen values.
+
+Owns: the shape of what is captured and stored, and the checks that make a value well formed.
+Does not know: how a value is encoded (codec.py, storage_backends), where it lies, or who fills it.
+
+Invariants:
+1. A chunk is a contiguous run [start, start + n) of ONE call and ONE attempt under ONE policy version.
+2. token_ids, logprobs and mask of a chunk have the same length n >= 1; logprobs may be absent as a whole.
+3. `call_id` is a pure function of (rollout, turn, request digest): the same request under the same name is
+   the same call in every process.
+4. A call is terminal only with one of FINISH_REASONS. An abort, an error or a silent end is a cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+CallId = NewType("CallId", bytes)
+"""16 bytes; see codec.call_id."""
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+FINISH_REASONS = frozenset({"stop", "length", "repetition"})
+"""The only ways a call ends; anything else leaves it resumable."""
+
+MAX_TOKENS_PER_CHUNK = 1 << 20
+"""Bound on n, checked before anything is allocated for an untrusted segment."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PolicyVersion:
+    """Which weights sampled a token: a number within one lineage of the trainer."""
+
+    lineage: str = "a"
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.lineage or self.number < 0:
+            raise ValueError(f"policy version needs a lineage and a number >= 0, not {self!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a call was asked to do: everything that rebuilds its first engine input.
+
+    `prompt_token_ids`: int32, shape (prompt,). `sampling`: the vLLM SamplingParams fields that differ from
+    their defaults, JSON-able. `rollout` is the caller's name for the sample (unique within a store), `turn`
+    counts the model calls of one rollout. `restart_only` names the field because of which the call is never
+    resumed in the middle (empty: it is resumable). `source_digest` identifies the caller's own input row.
+    """
+
+    rollout: str
+    turn: int = 0
+    prompt_token_ids: Int32Array
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    restart_only: str = ""
+    source_digest: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A frozen run of one call's tokens. `logprobs`: natural log of the behaviour policy, as sampled."""
+
+    call_id: CallId
+    attempt: int
+    start: int
+    token_ids: Int32Array
+    logprobs: Float32Array | None
+    mask: BoolArray
+    version: PolicyVersion
+
+    def __post_init__(self) -> None:
+        n = self.token_ids.shape[0]
+        if not 1 <= n <= MAX_TOKENS_PER_CHUNK:
+            raise ValueError(f"a chunk holds 1 to {MAX_TOKENS_PER_CHUNK} tokens, not {n}")
+        if self.start < 0 or self.attempt < 0:
+            raise ValueError("a chunk's start and attempt are not negative")
+        if self.mask.shape != (n,) or (self.logprobs is not None and self.logprobs.shape != (n,)):
+            raise ValueError("token_ids, logprobs and mask of a chunk differ in length")
+
+    @property
+    def stop(self) -> int:
+        return self.start + int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """The record that a call exists: written once per attempt, before its first chunk."""
+
+    call_id: CallId
+    attempt: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The record that a call is terminal after exactly `n_tokens` tokens."""
+
+    call_id: CallId
+    attempt: int
+    n_tokens: int
+    finish_reason: str
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.finish_reason not in FINISH_REASONS:
+            raise ValueError(f"{self.finish_reason!r} does not end a call; only {sorted(FINISH_REASONS)} do")
+
+
+Record = Opened | Chunk | Ended
+"""What a segment holds, in the order in which it was captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInfo:
+    """One separately readable part of a segment: bytes [offset, offset + length), their crc32c, its records."""
+
+    offset: int
+    length: int
+    crc32c: int
+    n_records: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentInfo:
+    """Coordinates of one segment object; no token travels with it."""
+
+    key: str
+    nbytes: int
+    crc32c: int
+    batches: tuple[BatchInfo, ...]
+
+    @property
+    def n_records(self) -> int:
+        return sum(batch.n_records for batch in self.batches)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRef:
+    """Where one record lies: segment key and its running number in that segment."""
+
+    segment: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRef:
+    """Where one chunk lies and what it must contain."""
+
+    at: RecordRef
+    start: int
+    n_tokens: int
+    digest: bytes
+    version: PolicyVersion
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.n_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What never changes about a call in the ledger; `opened` is where its Request lies."""
+
+    rollout: str
+    turn: int
+    request_digest: bytes
+    source_digest: str
+    restart_only: str
+    opened: RecordRef
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A restore that carried the call on after `at` tokens."""
+
+    at: int
+    snapshot: int
+    exactness: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """A restore that threw `at` tokens away and began the call again."""
+
+    at: int
+    snapshot: int
+    reason: str
+
+
+Restore = Resumed | Restarted
+
+OPEN, ENDED, DROPPED = 0, 1, 2
+"""States of a ledger row, as stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """One row of a ledger object: a call, or what changed of it since the parent object.
+
+    `kept` of the parent's chunks stay, `chunks` follow them. `identity` and `history` are None in a delta
+    when they did not change. `ended` is (finish_reason, stop_reason) if and only if `state` is ENDED.
+    """
+
+    call_id: CallId
+    attempt: int
+    state: int
+    n_tokens: int
+    kept: int
+    chunks: tuple[ChunkRef, ...]
+    identity: Identity | None
+    ended: tuple[str, int | str | None] | None
+    history: tuple[Restore, ...] | None

@@ -1,0 +1,113 @@
+"""The seams: what the core asks of the outside, each as small as it can be.
+
+Owns: the Protocols and the outcome values that cross them.
+Does not know: any implementation.
+
+Invariants:
+1. Storage is synchronous, has five verbs, and takes and gives whole byte strings.
+2. `put_new` is the only way anything that matters is written. It is atomic: a reader sees nothing or all of it.
+3. EXISTS is an answer, not an error. A lost answer is `OutcomeUnknown` or `StoreUnavailable`, never EXISTS.
+4. `put` is for the tail hint alone, which nobody trusts.
+5. A key is a relative slash-separated path of [a-z0-9._-] components, none of them `.` or `..`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from recovery.model import LedgerRow, Record, SegmentInfo
+
+
+class Put(enum.Enum):
+    """What a conditional create found."""
+
+    CREATED = "created"
+    EXISTS = "exists"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Listed:
+    """One listed object."""
+
+    key: str
+    nbytes: int
+
+
+class ObjectStore(Protocol):
+    """Five verbs over one root.
+
+    Errors of every verb: StoreUnavailable, CredentialsRefused; of writes also StoreFull, OutcomeUnknown.
+    """
+
+    def put_new(self, key: str, data: bytes) -> Put:
+        """Create `key` with `data` if it does not exist; durable on return."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Overwrite `key`; no promise about concurrent readers beyond old-or-new."""
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        """Bytes [start, end) of `key`. Raises ObjectMissing if there is no such object."""
+
+    def list(self, prefix: str, after: str = "") -> list[Listed]:
+        """Objects whose key starts with `prefix` and is greater than `after`, in key order."""
+
+    def delete(self, key: str) -> None:
+        """Remove `key`; removing what is not there is fine."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSegment:
+    """A segment as bytes, with the coordinates that the ledger keeps (its key is given when it is put)."""
+
+    data: bytes
+    info: SegmentInfo
+
+
+class SegmentCodec(Protocol):
+    """Records to one immutable object and back."""
+
+    suffix: str
+
+    def encode(self, records: Sequence[Record], key_stem: str) -> EncodedSegment:
+        """Encode in order. The key is `<key_stem>-<crc32c:08x>.<suffix>`."""
+
+    def describe(self, key: str, data: bytes) -> SegmentInfo:
+        """Coordinates of a listed segment. Checks `data` against the crc32c in `key` before parsing."""
+
+    def decode(self, data: bytes, info: SegmentInfo | None) -> list[Record]:
+        """All records in order, each with its digest checked. With `info`, length and crc32c are checked first.
+
+        Raises Damaged or FormatNotUnderstood on anything mangled; never crashes.
+        """
+
+    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> list[Record]:
+        """Records of one batch, from the bytes of that batch alone."""
+
+
+class LedgerCodec(Protocol):
+    """Ledger objects to bytes and back; see docs/format.md, section 8."""
+
+    suffix: str
+
+    def encode(self, header: Mapping[str, Any], rows: Sequence[LedgerRow]) -> bytes:
+        """One object. `header["segments"]` and `header["ancestors"]` give the numbering of segment keys."""
+
+    def decode(self, data: bytes) -> tuple[dict[str, Any], list[LedgerRow]]:
+        """Header and rows. Raises FormatNotUnderstood or Damaged; never crashes on mangled input."""
+
+
+class Clock(Protocol):
+    """Time for deadlines (monotonic seconds) and for people (UTC seconds since 1970)."""
+
+    def monotonic(self) -> float: ...
+
+    def utc(self) -> float: ...
+
+
+class Entropy(Protocol):
+    """Randomness for nonces and names, passed in so that a schedule can be replayed."""
+
+    def hex(self, nbytes: int) -> str: ...

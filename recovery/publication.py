@@ -1,0 +1,158 @@
+"""One ledger made durable and visible: record, validate, publish, collect.
+
+Owns: the write order (segments are there already: ledger and states, read back, then the slot), and what a slot says.
+Does not know: holds, fences, deadlines (coordinator.py), how the ledger came to be (restore.py, coordinator.py).
+
+Invariants (docs/format.md, section 11):
+1. The slot is created last, after everything it references was read back and checked.
+2. A failure at any call leaves the last published snapshot and this ledger's changes as they were: the next attempt
+   contains them.
+3. Deletion follows retention.py and never precedes the publication of its intent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+from recovery import layout
+from recovery.codec import canonical_json, sha256_hex
+from recovery.errors import Damaged, DigestMismatch, RecoveryError
+from recovery.ledger import Ledger
+from recovery.log import Slot
+from recovery.ports import Entropy, LedgerCodec, ObjectStore, SegmentCodec
+from recovery.retention import Retention
+from recovery.slots import SlotLog
+from recovery.snapshots import LedgerWriter, ObjectRef, PendingLedger, get_object, put_object
+from recovery.staging import Staged, coordinates_of
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Written, not yet published."""
+
+    ledger: PendingLedger
+    states: Mapping[str, ObjectRef]
+    nbytes: int
+
+
+class Publication:
+    """Publishes the ledger of one coordinator, again and again."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        segments: SegmentCodec,
+        ledgers: LedgerCodec,
+        entropy: Entropy,
+        log: SlotLog,
+        ledger: Ledger,
+        *,
+        keep_latest_k: int,
+    ) -> None:
+        self._store = store
+        self._segments = segments
+        self._entropy = entropy
+        self.log = log
+        self.ledger = ledger
+        self.writer = LedgerWriter(store, ledgers, entropy, log.epoch)
+        self.retention = Retention(keep_latest_k)
+        self.flushed: dict[str, int] = {}
+        self._states: dict[str, ObjectRef] = {}
+        self._chain: list[str] = []
+        self._reached: set[str] = set()
+
+    def start_from(self, chain: list[str], states: Mapping[str, ObjectRef]) -> None:
+        """The keys of the ledger objects and states that the restored snapshot already has."""
+        self._chain = list(chain)
+        self._states = dict(states)
+        self._reached = self.ledger.segments_in_use() | {ref.key for ref in states.values()}
+
+    def record(self, states: Mapping[str, bytes]) -> Draft:
+        """Write the ledger object and those states that changed."""
+        pending = self.writer.write(self.ledger, self.flushed)
+        refs: dict[str, ObjectRef] = {}
+        for name, data in states.items():
+            known = self._states.get(name)
+            if known is None or known.sha256 != sha256_hex(data):
+                key = layout.state_key(self.log.epoch, name, self._entropy.hex(8))
+                known = put_object(self._store, key, data)
+            refs[name] = known
+        fresh = [ref.nbytes for name, ref in refs.items() if self._states.get(name) != ref]
+        return Draft(pending, refs, pending.ref.nbytes + sum(fresh))
+
+    def validate(self, draft: Draft, fresh: Iterable[Staged]) -> list[RecoveryError]:
+        """Read back what the draft is the first to reference. Returns what is wrong with segments.
+
+        A bad segment is retracted from the ledger here: its calls lose their newest chunks, the draft is void.
+        A segment that the ledger does not refer to (its records did not fit, or it was retracted) is not looked at.
+        Raises Damaged if the ledger object or a state does not read back.
+        """
+        wrong: list[RecoveryError] = []
+        for staged in fresh:
+            if not self.ledger.knows_segment(staged.info.key):
+                continue
+            try:
+                self._check_segment(staged)
+            except Damaged as error:
+                self.ledger.retract(staged.info.key, {at.call_id for at in staged.coordinates})
+                wrong.append(error)
+        get_object(self._store, draft.ledger.ref)
+        for name, ref in draft.states.items():
+            if self._states.get(name) != ref:
+                get_object(self._store, ref)
+        return wrong
+
+    def _check_segment(self, staged: Staged) -> None:
+        info = staged.info
+        data = self._store.get(info.key, 0, info.nbytes + 1)
+        records = self._segments.decode(data, info)
+        if coordinates_of(records, info.key) != staged.coordinates:
+            raise DigestMismatch(f"{info.key} does not hold the records that were written")
+
+    def publish(self, draft: Draft, *, cause: str, fingerprint: str, restored_from: int | None) -> Slot:
+        """The commit point. Raises Fenced, OutcomeUnknown or another Retry; then nothing was acknowledged."""
+        body = {
+            "cause": cause,
+            "restored_from": restored_from,
+            "fingerprint": fingerprint,
+            "ledger": draft.ledger.ref.as_json(),
+            "depth": draft.ledger.depth,
+            "states": {name: ref.as_json() for name, ref in draft.states.items()},
+            "counts": asdict(self.ledger.counts()),
+            "bytes_written": draft.nbytes,
+        }
+        slot = self.log.append("snapshot", body)
+        self._acknowledge(draft)
+        return slot
+
+    def _acknowledge(self, draft: Draft) -> None:
+        self.ledger.published(draft.ledger.described, base=draft.ledger.base)
+        self.writer.published(draft.ledger)
+        reached = self.ledger.segments_in_use() | {ref.key for ref in draft.states.values()}
+        dropped = self._reached - reached
+        self._reached = reached
+        if draft.ledger.base:
+            dropped.update(self._chain)
+            self._chain = []
+        self._chain.append(draft.ledger.ref.key)
+        self._states = dict(draft.states)
+        # Counted as dropped by the snapshot that was just published: `collect` comes after this.
+        self.retention.drop(sorted(dropped))
+
+    def collect(self) -> int:
+        """After a publication: leave the hint, delete what was intended earlier, intend what is due.
+
+        Returns the number of objects deleted. A failure here costs nothing but garbage; it is raised for counting.
+        """
+        self.log.leave_hint()
+        work = self.retention.published()
+        for key in work.delete:
+            self._store.delete(key)
+        if work.intend:
+            key = layout.garbage_key(self.log.epoch, self._entropy.hex(8))
+            victims = put_object(self._store, key, canonical_json(list(work.intend)))
+            self.log.append("gc", {"victims": victims.as_json(), "count": len(work.intend)})
+            self.retention.intended()
+            self.retention.drop([key])
+        return len(work.delete)

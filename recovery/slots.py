@@ -1,0 +1,259 @@
+"""The log over a store: find the tail, claim an epoch, append, read back.
+
+Owns: the only code that creates slots, and the position of this coordinator in the log.
+Does not know: what a snapshot contains.
+
+Invariants:
+1. A slot is acknowledged only when it was seen to hold this writer's nonce (log.classify).
+2. After `Fenced` this object never writes again.
+3. An append whose outcome is unknown is settled, by reading, before the next append decides anything.
+4. A slot of this coordinator's own epoch that is not the one being written is an earlier create of its own that landed
+   late: it is followed, like any other slot.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recovery import log
+from recovery.codec import sha256_hex
+from recovery.errors import Damaged, Fenced, ObjectMissing, OutcomeUnknown, Retry
+from recovery.log import Outcome, Slot
+from recovery.ports import Clock, Entropy, ObjectStore, Put
+
+_CREATE_TRIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A slot with the bytes it was decoded from."""
+
+    slot: Slot
+    data: bytes
+
+
+def read_slot(store: ObjectStore, seq: int) -> Read | None:
+    """Slot `seq`, or None if it does not exist. Raises Damaged, FormatNotUnderstood and the store's errors."""
+    try:
+        data = store.get(log.slot_key(seq), 0, log.MAX_SLOT_BYTES + 1)
+    except ObjectMissing:
+        return None
+    return Read(log.decode(data, seq), data)
+
+
+def slot_exists(store: ObjectStore, seq: int) -> bool:
+    try:
+        store.get(log.slot_key(seq), 0, 1)
+    except ObjectMissing:
+        return False
+    return True
+
+
+def find_tail(store: ObjectStore) -> int:
+    """The largest existing slot number, 0 for an empty log. The hint only saves a listing."""
+    tail = _hinted(store)
+    if tail is None or not slot_exists(store, tail):
+        numbers = (log.seq_of_key(item.key) for item in store.list(log.PREFIX))
+        tail = max((n for n in numbers if n is not None), default=0)
+    while slot_exists(store, tail + 1):
+        tail += 1
+    return tail
+
+
+def _hinted(store: ObjectStore) -> int | None:
+    """What the hint says, if it is there and could be true."""
+    try:
+        tail = json.loads(store.get(log.HINT_KEY, 0, 4096))["tail"]
+    except (ObjectMissing, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return tail if type(tail) is int and 1 <= tail < 10**12 else None
+
+
+def walk_back(store: ObjectStore, tail: int) -> Iterator[Read | Damaged]:
+    """Slots from `tail` down to 1. A slot that cannot be trusted is yielded as the error that says why."""
+    later: Slot | None = None
+    for seq in range(tail, 0, -1):
+        try:
+            read = read_slot(store, seq)
+            if read is None:
+                raise ObjectMissing(f"log slot {seq} is missing", hint="run: snapshot-inspect verify STORE")
+            if later is not None:
+                log.check_successor(read.slot, read.data, later)
+            if seq == 1:
+                log.check_first(read.slot)
+        except Damaged as error:
+            later = None
+            yield error
+            continue
+        later = read.slot
+        yield read
+
+
+class SlotLog:
+    """One coordinator's place in the log, from its claim on."""
+
+    def __init__(self, store: ObjectStore, clock: Clock, entropy: Entropy, owner: str) -> None:
+        self._store = store
+        self._clock = clock
+        self._entropy = entropy
+        self._owner = owner
+        self._tail = 0
+        self._prev = log.GENESIS
+        self._unsettled: Slot | None = None
+        self._fenced: Fenced | None = None
+        self.epoch = 0
+
+    @property
+    def tail(self) -> int:
+        return self._tail
+
+    def claim(self) -> int:
+        """Take the next epoch; every coordinator of a lower one is fenced from here on. Returns the epoch."""
+        self._tail = find_tail(self._store)
+        while True:
+            epoch, self._prev = self._last()
+            outcome, found = self._create(self._slot("epoch", epoch + 1, {}))
+            if outcome is Outcome.COMMITTED:
+                self.epoch = epoch + 1
+                return self.epoch
+            self._tail = found.slot.seq
+
+    def _last(self) -> tuple[int, str]:
+        """An epoch that no slot up to the tail exceeds, and the sum of the tail's bytes.
+
+        A tail that cannot be read must not keep a job from going on. Each slot raises the epoch by one at most, which
+        bounds the epochs of damaged slots above the last good one.
+        """
+        if not self._tail:
+            return 0, log.GENESIS
+        for read in walk_back(self._store, self._tail):
+            if isinstance(read, Read):
+                skipped = self._tail - read.slot.seq
+                data = read.data if not skipped else self._tail_bytes()
+                return read.slot.epoch + skipped, sha256_hex(data)
+        return self._tail, sha256_hex(self._tail_bytes())
+
+    def _tail_bytes(self) -> bytes:
+        return self._store.get(log.slot_key(self._tail), 0, log.MAX_SLOT_BYTES + 1)
+
+    def append(self, kind: str, body: Mapping[str, Any]) -> Slot:
+        """Create the next slot. Returns it once it is known to be ours.
+
+        Raises Fenced (stop for good) or OutcomeUnknown (call `settle`, or append again: it settles first).
+        """
+        self._refuse_if_fenced()
+        if self._unsettled is not None and self.settle() is not None:
+            raise OutcomeUnknown(
+                f"slot {self._tail} turned out to be published already",
+                hint="take the next snapshot on top of it",
+            )
+        while True:
+            slot = self._slot(kind, self.epoch, body)
+            outcome, found = self._create(slot)
+            if outcome is Outcome.COMMITTED:
+                return slot
+            self._follow(found)
+
+    def settle(self) -> Slot | None:
+        """Learn what became of an append whose outcome was unknown: the slot if it is ours, else None.
+
+        None is not final: a create that is still on its way may land later (invariant 4).
+        """
+        self._refuse_if_fenced()
+        slot, self._unsettled = self._unsettled, None
+        if slot is None:
+            return None
+        try:
+            found = read_slot(self._store, slot.seq)
+        except Retry:
+            self._unsettled = slot
+            raise
+        if found is None:
+            return None
+        if log.classify(slot, found.slot) is Outcome.COMMITTED:
+            self._advance(found)
+            return slot
+        self._follow(found)
+        return None
+
+    def check_not_fenced(self) -> None:
+        """One cheap look at what follows our tail. Raises Fenced if a newer coordinator wrote there."""
+        self._refuse_if_fenced()
+        seq = self._tail + 1
+        while (found := read_slot(self._store, seq)) is not None:
+            if found.slot.epoch > self.epoch:
+                raise self._fence(found.slot)
+            seq += 1
+
+    def leave_hint(self) -> None:
+        self._refuse_if_fenced()
+        self._store.put(log.HINT_KEY, json.dumps({"tail": self._tail}).encode())
+
+    def _slot(self, kind: str, epoch: int, body: Mapping[str, Any]) -> Slot:
+        return Slot(
+            seq=self._tail + 1,
+            epoch=epoch,
+            kind=kind,
+            nonce=self._entropy.hex(16),
+            prev=self._prev,
+            owner=self._owner,
+            utc=round(self._clock.utc(), 3),
+            body=body,
+        )
+
+    def _create(self, slot: Slot) -> tuple[Outcome, Read]:
+        data = log.encode(slot)
+        unknown: Retry | None = None
+        for _ in range(_CREATE_TRIES):
+            try:
+                put = self._store.put_new(log.slot_key(slot.seq), data)
+                found = Read(slot, data) if put is Put.CREATED else read_slot(self._store, slot.seq)
+            except Retry as error:
+                unknown = error
+                try:
+                    found = read_slot(self._store, slot.seq)
+                except Retry as second:
+                    unknown = second
+                    continue
+            if found is None:
+                continue
+            outcome = log.classify(slot, found.slot)
+            if outcome is Outcome.COMMITTED:
+                self._advance(found)
+            return outcome, found
+        self._unsettled = slot if slot.kind != "epoch" else None
+        raise OutcomeUnknown(
+            f"could not learn whether log slot {slot.seq} was written: {unknown or 'it keeps vanishing'}",
+            hint="the next attempt reads the slot before it decides anything",
+        ) from unknown
+
+    def _advance(self, read: Read) -> None:
+        self._tail = read.slot.seq
+        self._prev = sha256_hex(read.data)
+
+    def _follow(self, found: Read) -> None:
+        """Go on after a slot that is not the one we tried to create; raises Fenced if that is not allowed."""
+        if found.slot.epoch > self.epoch:
+            raise self._fence(found.slot)
+        if found.slot.epoch < self.epoch or found.slot.prev != self._prev:
+            raise Damaged(
+                f"log slot {found.slot.seq} (epoch {found.slot.epoch}) cannot follow slot {self._tail}, which this "
+                f"coordinator of epoch {self.epoch} knows",
+                hint="run: snapshot-inspect verify STORE",
+            )
+        self._advance(found)
+
+    def _refuse_if_fenced(self) -> None:
+        if self._fenced is not None:
+            raise self._fenced
+
+    def _fence(self, winner: Slot) -> Fenced:
+        self._fenced = Fenced(
+            f"slot {winner.seq} was written by {winner.owner or 'another coordinator'} at epoch {winner.epoch}; "
+            f"this coordinator holds epoch {self.epoch}",
+            hint="another run took over this store; stop this one",
+        )
+        return self._fenced

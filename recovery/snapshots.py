@@ -1,0 +1,282 @@
+"""Snapshots as stored: the root's format mark, ledger objects with their ancestors, participants' states.
+
+Owns: reading and writing of everything a snapshot references except segments, and object references.
+Does not know: when a snapshot is taken (coordinator.py), which one a restore chooses (restore.py).
+
+Invariants:
+1. Length and sha256 of a referenced object are checked before it is parsed.
+2. A reference is well formed, or Damaged: nothing mangled reaches a store as a key or a range.
+3. A base is written when the deltas above the last one have grown to half of it (but not before MIN_DEPTH), or at
+   MAX_DEPTH: what is written per snapshot stays proportional to what changed, plus 1/MAX_DEPTH of the whole, and a
+   restore reads a bounded number of objects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recovery import layout, log
+from recovery.codec import canonical_json, sha256_hex
+from recovery.errors import (
+    Damaged,
+    DigestMismatch,
+    FormatNotUnderstood,
+    NoStore,
+    ObjectMissing,
+)
+from recovery.ledger import Ledger
+from recovery.log import Slot
+from recovery.model import BatchInfo, LedgerRow, SegmentInfo
+from recovery.ports import Entropy, LedgerCodec, ObjectStore
+
+FORMAT_KEY = "format.json"
+FORMAT_VERSION = 1
+WRITER = "prefix-recovery 0.1.0"
+MIN_DEPTH, MAX_DEPTH = 8, 64
+"""How many deltas may lie above a base; MIN_DEPTH keeps a small ledger from being rewritten each time."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+MAX_OBJECT_BYTES = 4 << 30
+MAX_JSON_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRef:
+    """An immutable object with what its bytes must be."""
+
+    key: str
+    nbytes: int
+    sha256: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {"key": self.key, "nbytes": self.nbytes, "sha256": self.sha256}
+
+    @classmethod
+    def from_json(cls, value: Any, what: str) -> ObjectRef:
+        if not isinstance(value, dict):
+            raise Damaged(f"{what} does not reference an object")
+        ref = cls(
+            key=log.take(value, "key", str, what),
+            nbytes=log.take(value, "nbytes", int, what),
+            sha256=log.take(value, "sha256", str, what),
+        )
+        if layout.epoch_of(ref.key) is None or ref.nbytes < 0 or not _SHA256.fullmatch(ref.sha256):
+            raise Damaged(f"{what} references what is no object of a store: {ref.key!r:.100}")
+        return ref
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerObject:
+    """One base or delta as read: its reference, header and rows."""
+
+    ref: ObjectRef
+    header: dict[str, Any]
+    rows: list[LedgerRow]
+
+
+def make_root(store: ObjectStore, entropy: Entropy) -> None:
+    """Mark an empty root as a store, or check the mark that is there."""
+    mark = {
+        "format": "prefix-recovery",
+        "version": FORMAT_VERSION,
+        "requires": [],
+        "writer": WRITER,
+        "store_id": entropy.hex(16),
+    }
+    try:
+        check_root(store)
+    except NoStore:
+        store.put_new(FORMAT_KEY, canonical_json(mark))
+        check_root(store)
+
+
+def check_root(store: ObjectStore) -> dict[str, Any]:
+    """The format mark. Raises NoStore or FormatNotUnderstood."""
+    try:
+        data = store.get(FORMAT_KEY, 0, log.MAX_SLOT_BYTES)
+    except ObjectMissing:
+        raise NoStore(
+            "there is no store here (no format.json)",
+            hint="check the path; `prefix-recovery run CONFIG` makes a store",
+        ) from None
+    mark = log.parse_object(data, FORMAT_KEY)
+    if mark.get("format") != "prefix-recovery" or mark.get("version") != FORMAT_VERSION:
+        raise FormatNotUnderstood(
+            f"the store has format {mark.get('format')!r} version {mark.get('version')!r}; "
+            f"this program reads 'prefix-recovery' version {FORMAT_VERSION}",
+            hint="upgrade prefix-recovery to the version that wrote the store",
+        )
+    return mark
+
+
+def put_object(store: ObjectStore, key: str, data: bytes) -> ObjectRef:
+    """Create an object under a random key and say what its bytes are."""
+    store.put_new(key, data)
+    return ObjectRef(key, len(data), sha256_hex(data))
+
+
+def get_object(store: ObjectStore, ref: ObjectRef, most: int = MAX_OBJECT_BYTES) -> bytes:
+    """The bytes of `ref`, checked. Raises ObjectMissing or DigestMismatch naming the key."""
+    if ref.nbytes > most:
+        raise Damaged(f"{ref.key} is said to have {ref.nbytes} bytes; at most {most} are allowed")
+    data = store.get(ref.key, 0, ref.nbytes + 1)
+    if len(data) != ref.nbytes:
+        raise DigestMismatch(f"{ref.key} has {'more' if len(data) > ref.nbytes else len(data)} bytes, not {ref.nbytes}")
+    if sha256_hex(data) != ref.sha256:
+        raise DigestMismatch(f"{ref.key} does not have the recorded sha256")
+    return data
+
+
+def _segment_as_json(info: SegmentInfo) -> dict[str, Any]:
+    batches = [[b.offset, b.length, b.crc32c, b.n_records] for b in info.batches]
+    return {"key": info.key, "nbytes": info.nbytes, "crc32c": info.crc32c, "batches": batches}
+
+
+def _segment_from_json(value: Any, what: str) -> SegmentInfo:
+    what = f"{what}, a segment"
+    if not isinstance(value, dict):
+        raise Damaged(f"{what}: it is not described")
+    batches = log.take(value, "batches", list, what)
+    if not all(isinstance(b, list) and len(b) == 4 and all(type(n) is int and n >= 0 for n in b) for b in batches):
+        raise Damaged(f"{what}: a batch is not [offset, length, crc32c, n_records]")
+    info = SegmentInfo(
+        key=log.take(value, "key", str, what),
+        nbytes=log.take(value, "nbytes", int, what),
+        crc32c=log.take(value, "crc32c", int, what),
+        batches=tuple(BatchInfo(*batch) for batch in batches),
+    )
+    if layout.segment_position(info.key) is None or not 0 <= info.nbytes <= MAX_OBJECT_BYTES or info.crc32c < 0:
+        raise Damaged(f"{what}: {info.key!r:.100} of {info.nbytes} bytes is no segment of a store")
+    return info
+
+
+class LedgerWriter:
+    """Writes the ledger objects of one coordinator, each on top of the last published one."""
+
+    def __init__(self, store: ObjectStore, codec: LedgerCodec, entropy: Entropy, epoch: int) -> None:
+        self._store = store
+        self._codec = codec
+        self._entropy = entropy
+        self._epoch = epoch
+        self.head: ObjectRef | None = None
+        self.depth = 0
+        self._base_size = 0
+        self._deltas_size = 0
+
+    def adopt(self, objects: list[LedgerObject]) -> None:
+        """Write on top of these (base first): the chain of the snapshot that was restored."""
+        self.head = objects[-1].ref if objects else None
+        self.depth = max(0, len(objects) - 1)
+        self._base_size = _size(objects[0].rows) if objects else 0
+        self._deltas_size = sum(_size(item.rows) for item in objects[1:])
+
+    def write(self, ledger: Ledger, flushed: Mapping[str, int]) -> PendingLedger:
+        """Write base or delta. It counts as the head only after `published`."""
+        rows = ledger.delta()
+        base = self.head is None or self.depth >= MAX_DEPTH or self._is_worth_a_base(_size(rows))
+        if base:
+            rows = ledger.base()
+        described, ancestors = ledger.segment_tables(rows, base=base)
+        header = {
+            "format": "prefix-recovery/ledger",
+            "version": FORMAT_VERSION,
+            "requires": [],
+            "parent": None if base or self.head is None else self.head.as_json(),
+            "segments": [_segment_as_json(info) for info in described],
+            "ancestors": ancestors,
+            "flushed": dict(flushed),
+        }
+        key = layout.ledger_key(self._epoch, self._entropy.hex(8), self._codec.suffix)
+        ref = put_object(self._store, key, self._codec.encode(header, rows))
+        return PendingLedger(ref, base, 0 if base else self.depth + 1, _size(rows), described)
+
+    def _is_worth_a_base(self, size: int) -> bool:
+        return self.depth >= MIN_DEPTH and 2 * (self._deltas_size + size) > max(64, self._base_size)
+
+    def published(self, pending: PendingLedger) -> None:
+        """The slot that names `pending` is committed."""
+        self.head = pending.ref
+        self.depth = pending.depth
+        if pending.base:
+            self._base_size, self._deltas_size = pending.size, 0
+        else:
+            self._deltas_size += pending.size
+
+
+def _size(rows: list[LedgerRow]) -> int:
+    """What rows take in an object, in rows and chunks: both are some tens of bytes."""
+    return sum(1 + len(row.chunks) for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLedger:
+    """A written ledger object that no slot names yet."""
+
+    ref: ObjectRef
+    base: bool
+    depth: int
+    size: int
+    described: list[SegmentInfo]
+
+
+def read_ledger_objects(store: ObjectStore, codec: LedgerCodec, head: ObjectRef) -> list[LedgerObject]:
+    """`head` and its ancestors, base first. Raises Damaged, FormatNotUnderstood, or the store's errors."""
+    chain: list[LedgerObject] = []
+    ref: ObjectRef | None = head
+    while ref is not None:
+        if len(chain) > 4 * MAX_DEPTH:
+            raise Damaged(f"{head.key} has more than {4 * MAX_DEPTH} ancestors")
+        try:
+            header, rows = codec.decode(get_object(store, ref))
+        except FormatNotUnderstood as error:
+            raise FormatNotUnderstood(f"{ref.key}: {error.message}", hint=error.hint) from error
+        header["segments"] = [_segment_from_json(value, ref.key) for value in header.get("segments", [])]
+        chain.append(LedgerObject(ref, header, rows))
+        parent = header.get("parent")
+        ref = None if parent is None else ObjectRef.from_json(parent, ref.key)
+    return chain[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A snapshot slot, read: enough to show it, not yet its ledger."""
+
+    slot: Slot
+    ledger: ObjectRef
+    states: Mapping[str, ObjectRef]
+
+    @property
+    def id(self) -> int:
+        return self.slot.seq
+
+    @classmethod
+    def from_slot(cls, slot: Slot) -> Snapshot:
+        what = f"snapshot {slot.seq}"
+        states = log.take(slot.body, "states", dict, what)
+        refs = {name: ObjectRef.from_json(value, what) for name, value in states.items()}
+        return cls(slot, ObjectRef.from_json(slot.body.get("ledger"), what), refs)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A snapshot with its ledger and states in memory, every reference checked."""
+
+    snapshot: Snapshot
+    ledger: Ledger
+    objects: list[LedgerObject]
+    states: Mapping[str, bytes]
+
+    @property
+    def flushed(self) -> Mapping[str, int]:
+        return dict(self.objects[-1].header.get("flushed", {}))
+
+
+def load(store: ObjectStore, codec: LedgerCodec, snapshot: Snapshot) -> Loaded:
+    """Ledger and states of one snapshot. Raises Damaged and its kin where anything does not check."""
+    objects = read_ledger_objects(store, codec, snapshot.ledger)
+    ledger = Ledger.from_objects((item.header, item.rows) for item in objects)
+    states = {name: get_object(store, ref, MAX_JSON_BYTES) for name, ref in snapshot.states.items()}
+    return Loaded(snapshot, ledger, objects, states)

@@ -1,0 +1,165 @@
+"""From frozen records to one stored segment: the only writer of segments.
+
+Owns: flush numbers, what was frozen but could not be stored yet, and the queue of what was stored and no snapshot
+has taken yet.
+Does not know: who froze it, when a snapshot is due, what a ledger is.
+
+Invariants:
+1. Flushes of one incarnation are stored in the order in which they were frozen, by one thread.
+2. What a failed flush carried goes with the next one, in front: order per call is kept and nothing is lost.
+3. Only coordinates leave this module; tokens go to the store and nowhere else.
+4. A periodic flush is not made while another is queued: who wants one looks at `busy` and counts it with `refuse`. A cut
+   is never refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from recovery.buffer import Run
+from recovery.calls import Captured
+from recovery.codec import chunk_digest, request_digest
+from recovery.errors import RecoveryError
+from recovery.layout import segment_stem
+from recovery.ledger import ChunkAt, Coordinates, EndedAt, OpenedAt
+from recovery.model import Chunk, ChunkRef, Ended, Identity, Opened, Record, RecordRef, SegmentInfo
+from recovery.ports import Entropy, ObjectStore, SegmentCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """One stored segment: where it is, what it holds, which flush of which worker incarnation it was."""
+
+    info: SegmentInfo
+    coordinates: tuple[Coordinates, ...]
+    writer: str
+    flush: int
+
+
+@dataclass(slots=True)
+class StagingCounters:
+    """Counted since the start of the process. `backlog_records` is what failed flushes left to carry."""
+
+    flushes: int = 0
+    failures: int = 0
+    skipped: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    backlog_records: int = 0
+    last_failure: str = ""
+
+
+def coordinates_of(records: Sequence[Record], segment: str) -> tuple[Coordinates, ...]:
+    """What the ledger needs to know of `records` stored in order as `segment`."""
+    return tuple(_coordinates(record, RecordRef(segment, index)) for index, record in enumerate(records))
+
+
+def _coordinates(record: Record, at: RecordRef) -> Coordinates:
+    match record:
+        case Opened():
+            request = record.request
+            identity = Identity(
+                rollout=request.rollout,
+                turn=request.turn,
+                request_digest=request_digest(request),
+                source_digest=request.source_digest,
+                restart_only=request.restart_only,
+                opened=at,
+            )
+            return OpenedAt(record.call_id, record.attempt, identity)
+        case Chunk():
+            ref = ChunkRef(at, record.start, len(record.token_ids), chunk_digest(record), record.version)
+            return ChunkAt(record.call_id, record.attempt, ref)
+        case Ended():
+            return EndedAt(record.call_id, record.attempt, record.n_tokens, record.finish_reason, record.stop_reason)
+
+
+class Stager:
+    """Writes segments for one incarnation of one worker.
+
+    `on_staged` is called in the writing thread after each stored segment.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        codec: SegmentCodec,
+        entropy: Entropy,
+        *,
+        epoch: int,
+        worker: str,
+        on_staged: Callable[[Staged], None] = lambda staged: None,
+    ) -> None:
+        self._store = store
+        self._codec = codec
+        self._entropy = entropy
+        self._epoch = epoch
+        self.writer = f"{worker}.{entropy.hex(4)}"
+        self._on_staged = on_staged
+        self._lock = threading.Lock()
+        self._queued = 0
+        self._flush = 0
+        self._backlog: list[Captured] = []
+        self._staged: deque[Staged] = deque()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="stager")
+        self.counters = StagingCounters()
+
+    @property
+    def busy(self) -> bool:
+        return self._queued > 0
+
+    def flush(self, captured: Sequence[Captured]) -> Future[RecoveryError | None]:
+        """Queue a flush. The future gives None, or the error because of which the records wait for the next one.
+
+        Any other exception is a program error; the future raises it, and the records wait all the same.
+        """
+        with self._lock:
+            self._queued += 1
+        return self._pool.submit(self._run, captured)
+
+    def refuse(self) -> None:
+        """Count a periodic flush that was not even frozen because one is still being written."""
+        self.counters.skipped += 1
+
+    def take_staged(self) -> list[Staged]:
+        """Everything stored since the last call, in order."""
+        taken = []
+        while self._staged:
+            taken.append(self._staged.popleft())
+        return taken
+
+    def close(self, *, wait: bool) -> None:
+        self._pool.shutdown(wait=wait, cancel_futures=not wait)
+
+    def _run(self, captured: Sequence[Captured]) -> RecoveryError | None:
+        self._backlog.extend(captured)  # before anything can fail: invariant 2
+        try:
+            if self._backlog:
+                self._store_segment([item.to_chunk() if isinstance(item, Run) else item for item in self._backlog])
+        except RecoveryError as error:
+            self.counters.failures += 1
+            self.counters.last_failure = error.message
+            return error
+        finally:
+            self.counters.backlog_records = len(self._backlog)
+            with self._lock:
+                self._queued -= 1
+        return None
+
+    def _store_segment(self, records: list[Record]) -> None:
+        self._flush += 1
+        stem = segment_stem(self._epoch, self.writer, self._flush, self._entropy.hex(4))
+        segment = self._codec.encode(records, stem)
+        # EXISTS can only be our own earlier answer that was lost: the name is random. Validation reads it back.
+        self._store.put_new(segment.info.key, segment.data)
+        self._backlog = []
+        staged = Staged(segment.info, coordinates_of(records, segment.info.key), self.writer, self._flush)
+        self.counters.flushes += 1
+        self.counters.nbytes += len(segment.data)
+        self.counters.tokens += sum(len(r.token_ids) for r in records if isinstance(r, Chunk))
+        self._staged.append(staged)
+        self._on_staged(staged)

@@ -1,0 +1,75 @@
+"""Where bytes lie: `open_store(url)`, the one switch between storage systems.
+
+Owns: how a store's address is read, and what is said when there is no store at it.
+Does not know: what is kept in a store, how an object is encoded (arrow_segments.py, arrow_ledger.py).
+
+Invariants:
+1. Nothing else in the project looks at a store's address to choose code by it.
+2. A plain path is taken literally (but for a leading `~/`); only a `file://` address is percent-decoded.
+3. An address is never half understood: what is not supported is refused by name.
+4. Importing this package loads no storage system and no Arrow.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from recovery.errors import ConfigError
+
+if TYPE_CHECKING:
+    from recovery.ports import ObjectStore
+
+__all__ = ["open_store"]
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_LOST_SLASH = re.compile(r"(file|memory|s3|s3a|gs|gcs|az|abfs|abfss|hdfs|http|https):", re.IGNORECASE)
+_SUPPORTED = "this version keeps stores in a local folder (a path, or file:///a/path) or in memory://name"
+
+
+def open_store(url: str | os.PathLike[str], *, create: bool = False) -> ObjectStore:
+    """The store at `url`: a path or `file://` on this machine, `memory://name` in this process.
+
+    With `create` a missing local folder is made, and what crashed writers left unfinished is swept. Without it a
+    folder that is not there is NoStore.
+    """
+    text = os.fspath(url)
+    if not text or "\0" in text:
+        raise ConfigError(f"{text!r} is no address of a store", hint=_SUPPORTED)
+    match = _SCHEME.match(text)
+    if match is None:
+        if isinstance(url, str) and (lost := _LOST_SLASH.match(text)):
+            hint = f"write {lost[1]}://… for an address, or ./{text} for a folder of that name; {_SUPPORTED}"
+            raise ConfigError(f"{text!r} is neither an address nor clearly a path", hint=hint)
+        return _local(os.path.expanduser(text) if text == "~" or text.startswith("~/") else text, create)
+    scheme, rest = match[1].lower(), match[2]
+    if scheme == "file":
+        return _local(_path_of(text, rest), create)
+    if scheme == "memory":
+        return _memory(text, rest)
+    raise ConfigError(f"{text}: stores on {scheme}:// are not supported", hint=_SUPPORTED)
+
+
+def _path_of(url: str, rest: str) -> str:
+    """The path of a `file://` address, as `pathlib.Path.as_uri` writes it."""
+    from urllib.parse import unquote
+
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise ConfigError(f"{url}: {host!r} is read as a machine's name", hint="write file:///absolute/path")
+    return os.fsdecode(unquote("/" + path, errors="surrogateescape").encode("utf-8", "surrogateescape"))
+
+
+def _local(path: str, create: bool) -> ObjectStore:
+    from storage_backends.roots import open_local
+
+    return open_local(path, create=create)
+
+
+def _memory(url: str, name: str) -> ObjectStore:
+    from storage_backends.memory import named
+
+    if not name:
+        raise ConfigError(f"{url}: a store in memory needs a name", hint="write memory://name")
+    return named(name)

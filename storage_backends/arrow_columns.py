@@ -1,0 +1,106 @@
+"""Arrow columns out of numpy and back, without a Python object per element.
+
+Owns: building and taking apart the few kinds of columns that segments and ledgers have.
+Does not know: which columns those are.
+
+Invariants:
+1. What comes back are views of Arrow's memory, read-only; a view keeps the batch that it is part of alive.
+2. Taking apart is for validated batches (arrow_file.read_batches); what the format forbids on top is Damaged.
+3. Numbers that do not fit a column are ValueError when written, never wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from recovery.errors import Damaged
+
+Array = npt.NDArray[Any]
+DIGEST = pa.binary(16)
+
+
+# ---- building ------------------------------------------------------------------------------------------------
+
+
+def uint32(values: Sequence[int], name: str) -> pa.Array:
+    try:
+        wide = np.array(values, dtype=np.int64)
+    except OverflowError as error:
+        raise ValueError(f"{name} does not fit 32 bits") from error
+    if wide.size and (wide.min() < 0 or wide.max() > 0xFFFFFFFF):
+        raise ValueError(f"{name} does not fit 32 bits")
+    return pa.array(wide.astype(np.uint32))
+
+
+def digests(values: Sequence[bytes | None], name: str) -> pa.Array:
+    """A column of 16-byte strings, or nulls."""
+    present = np.fromiter((value is not None for value in values), np.bool_, len(values))
+    joined = b"".join(bytes(16) if value is None else value for value in values)
+    if len(joined) != 16 * len(values) or not all(value is None or len(value) == 16 for value in values):
+        raise ValueError(f"{name} has to have 16 bytes")
+    bitmap = None if present.all() else pa.py_buffer(np.packbits(present, bitorder="little").tobytes())
+    return pa.Array.from_buffers(DIGEST, len(values), [bitmap, pa.py_buffer(joined)])
+
+
+def offsets(lengths: Iterable[int]) -> Array:
+    """Where each list begins, and where the last ends. Raises ValueError if a column cannot hold them."""
+    ends = np.fromiter(lengths, np.int64)
+    positions = np.zeros(ends.size + 1, np.int64)
+    np.cumsum(ends, out=positions[1:])
+    if positions[-1] > 0x7FFFFFFF:
+        raise ValueError("the lists of one batch are too long together")
+    return positions.astype(np.int32)
+
+
+def lists(values: pa.Array, positions: Array, present: Array | None = None) -> pa.Array:
+    """A column of lists: `positions` as from offsets(); `present` tells lists from nulls."""
+    mask = None if present is None or present.all() else pa.array(~present)
+    return pa.ListArray.from_arrays(pa.array(positions), values, mask=mask)
+
+
+# ---- taking apart ----------------------------------------------------------------------------------------------
+
+
+def no_nulls(column: pa.Array, name: str, what: str) -> pa.Array:
+    if column.null_count:
+        raise Damaged(f"{what}: {name} is null where it may not be")
+    return column
+
+
+def numbers(column: pa.Array, name: str, what: str) -> Array:
+    """A view of a column of numbers, none of which is null."""
+    return no_nulls(column, name, what).to_numpy(zero_copy_only=True)  # type: ignore[no-any-return]
+
+
+def present(column: pa.Array) -> Array:
+    """Which elements are not null."""
+    bitmap = column.buffers()[0]
+    if bitmap is None or column.null_count == 0:
+        return np.ones(len(column), np.bool_)
+    first = column.offset
+    bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=first + len(column), bitorder="little")
+    return bits[first:].view(np.bool_)
+
+
+def digest_values(column: pa.Array) -> list[bytes]:
+    """The 16 bytes of each element; of a null, any."""
+    buffer = column.buffers()[1]
+    if buffer is None or len(column) == 0:
+        return [b""] * len(column)
+    data = buffer.slice(16 * column.offset, 16 * len(column)).to_pybytes()
+    return [data[at : at + 16] for at in range(0, len(data), 16)]
+
+
+def list_values(column: pa.Array, name: str, what: str) -> tuple[pa.Array, Array]:
+    """All elements of a column of lists, and offsets() into them; for one that is null, any stretch."""
+    if len(column) == 0:
+        return column.values[:0], np.zeros(1, np.int64)
+    positions = column.offsets.to_numpy(zero_copy_only=True).astype(np.int64)
+    first, last = int(positions[0]), int(positions[-1])
+    values = column.values.slice(first, last - first)
+    return no_nulls(values, name, what), positions - first

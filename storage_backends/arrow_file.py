@@ -1,0 +1,207 @@
+"""Arrow IPC files taken apart message by message, with every size bounded before Arrow allocates.
+
+Owns: writing a file and saying where its batches lie; finding them again; reading one batch safely.
+Does not know: columns' meaning, records, ledgers.
+
+Invariants:
+1. A file is: magic, schema message, batch messages, end mark, footer. Exactly the messages that were measured are
+   what Arrow is given; the footer is for other readers.
+2. Before Arrow decompresses a batch, the sum of what its buffers claim to become is at most BATCH_BYTES_MAX.
+3. A batch is used only after `validate(full=True)`; without it some mangled batches abort the process.
+4. Whatever the bytes are, only Damaged and FormatNotUnderstood are raised. MemoryError is let through: after rule 2
+   it means that this machine is short of memory, not that the store is damaged.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from recovery.errors import Damaged, FormatNotUnderstood
+from storage_backends import strict_json
+from storage_backends.flatbuffer import BatchShape, batch_shape, message_shape
+
+METADATA_KEY = b"prefix-recovery"
+VERSION = 1
+FILE_BYTES_MAX = 4 << 30
+HEADER_BYTES_MAX = 64 << 20
+BATCH_BYTES_MAX = 1 << 30
+"""Largest decompressed size of one batch; writers stay far below."""
+
+_MAGIC = b"ARROW1"
+_MANGLED = (ValueError, TypeError, LookupError, ArithmeticError, OSError, NotImplementedError, struct.error)
+"""What Arrow and struct raise for bytes that they cannot make sense of (Arrow's own errors are among them)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message of a file: bytes [offset, offset + length), of which the metadata come first."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The messages of a file."""
+
+    schema: Frame
+    batches: tuple[Frame, ...]
+
+
+def write(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> tuple[bytes, Parts]:
+    """One file of these batches, zstd level 1, and where they lie in it."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1), use_threads=False)
+    with pa.ipc.new_file(sink, schema, options=options) as writer:
+        for batch in batches:
+            if batch.nbytes > BATCH_BYTES_MAX:
+                raise ValueError(f"a batch of {batch.nbytes} bytes could not be read again")
+            writer.write_batch(batch)
+    data = sink.getvalue().to_pybytes()
+    return data, split(data, "a file just written")
+
+
+def split(data: bytes, what: str) -> Parts:
+    """Find the messages of a file."""
+    if len(data) > FILE_BYTES_MAX:
+        raise Damaged(f"{what} has {len(data)} bytes; at most {FILE_BYTES_MAX} are allowed")
+    try:
+        return _split(data, what)
+    except _MANGLED as error:
+        raise Damaged(f"{what} is not a whole Arrow file: {error}") from error
+
+
+def _split(data: bytes, what: str) -> Parts:
+    if data[:8] != _MAGIC + b"\0\0" or data[-6:] != _MAGIC or len(data) < 24:
+        raise Damaged(f"{what} does not begin and end like an Arrow file")
+    end = len(data) - 10 - struct.unpack_from("<I", data, len(data) - 10)[0]
+    frames: list[Frame] = []
+    at = 8
+    while at < end:
+        frame = _frame(data, at, end)
+        at += 8 if frame is None else frame.length
+        if frame is None:
+            break
+        frames.append(frame)
+    if at != end or not frames:
+        raise Damaged(f"{what} does not end where its footer begins")
+    return Parts(frames[0], tuple(frames[1:]))
+
+
+def _frame(data: bytes, at: int, end: int) -> Frame | None:
+    """The message at `at`; None at the end mark."""
+    mark, nbytes = struct.unpack_from("<Ii", data, at)
+    if mark != 0xFFFFFFFF:
+        raise ValueError(f"no message begins at byte {at}")
+    if nbytes == 0:
+        return None
+    stop = at + 8 + nbytes
+    if nbytes < 0 or stop > end:
+        raise ValueError(f"the message at byte {at} is longer than the file")
+    stop += message_shape(data[at + 8 : stop]).body_nbytes
+    if stop > end:
+        raise ValueError(f"the message at byte {at} is longer than the file")
+    return Frame(at, stop - at)
+
+
+def read_schema(data: bytes, frame: Frame, kind: str, what: str) -> tuple[pa.Schema, dict[str, Any]]:
+    """Schema and header of a file. Raises FormatNotUnderstood unless the header is of this kind and version."""
+    try:
+        schema = pa.ipc.read_schema(pa.py_buffer(data).slice(frame.offset, frame.length))
+        metadata = schema.metadata or {}
+        text = metadata.get(METADATA_KEY, b"")
+        if len(text) > HEADER_BYTES_MAX:
+            raise Damaged(f"{what} has a header of {len(text)} bytes; at most {HEADER_BYTES_MAX} are allowed")
+        header = strict_json.parse(text.decode() or "{}", f"the header of {what}")
+    except _MANGLED as error:
+        raise Damaged(f"{what} has no readable schema: {error}") from error
+    _check_header(header, kind, what)
+    return schema, header
+
+
+def _check_header(header: dict[str, Any], kind: str, what: str) -> None:
+    upgrade = "read it with the version of prefix-recovery that wrote it, or a newer one"
+    name, version, requires = header.get("format"), header.get("version"), header.get("requires", [])
+    if name != kind or type(version) is not int or not 1 <= version <= VERSION:
+        raise FormatNotUnderstood(
+            f"{what} has format {name!r:.60} version {version!r:.20}; this program reads {kind!r} version {VERSION}",
+            hint=upgrade,
+        )
+    if not isinstance(requires, list):
+        raise Damaged(f"the header of {what}: requires is no list")
+    if requires:
+        raise FormatNotUnderstood(f"{what} requires {requires[0]!r:.60}, which is not known here", hint=upgrade)
+
+
+def check_columns(found: pa.Schema, wanted: pa.Schema, what: str) -> None:
+    """Raises Damaged unless names and types are these, in this order; names inside of lists do not matter."""
+    try:
+        same = found.names == wanted.names and all(map(_same_type, found.types, wanted.types))
+    except _MANGLED:  # a name that is not UTF-8
+        same = False
+    if not same:
+        raise Damaged(f"{what} does not have the columns of its format")
+
+
+def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
+    if pa.types.is_list(wanted):
+        return pa.types.is_list(found) and _same_type(found.value_type, wanted.value_type)
+    if pa.types.is_struct(wanted):
+        ours = [wanted.field(i) for i in range(wanted.num_fields)]
+        theirs = [found.field(i) for i in range(found.num_fields)] if pa.types.is_struct(found) else []
+        return [f.name for f in theirs] == [f.name for f in ours] and all(
+            _same_type(a.type, b.type) for a, b in zip(theirs, ours, strict=True)
+        )
+    return bool(found == wanted)
+
+
+def read_batches(data: bytes, parts: Parts, rows_max: int, what: str) -> Iterator[pa.RecordBatch]:
+    """The batches of a file, each validated. None is read before all were measured."""
+    for frame in parts.batches:
+        try:
+            _check_batch(_shape(data, frame), rows_max)
+        except _MANGLED as error:
+            raise Damaged(f"{what} has a batch at byte {frame.offset} that cannot be read: {error}") from error
+    # The messages of a file are those of a stream; read as such, they are exactly the ones measured (invariant 1).
+    stream = pa.py_buffer(data).slice(parts.schema.offset)
+    try:
+        with pa.ipc.open_stream(stream, options=pa.ipc.IpcReadOptions(use_threads=False)) as reader:
+            for _ in parts.batches:
+                batch = reader.read_next_batch()
+                batch.validate(full=True)
+                yield batch
+    except (*_MANGLED, StopIteration) as error:
+        raise Damaged(f"{what} has a batch that cannot be read: {error}") from error
+
+
+def read_message(message: bytes, schema: pa.Schema, rows_max: int, what: str) -> pa.RecordBatch:
+    """The batch that one message is, validated."""
+    begin = schema.serialize().to_pybytes()
+    parts = Parts(Frame(0, len(begin)), (Frame(len(begin), len(message)),))
+    (batch,) = read_batches(begin + message, parts, rows_max, what)
+    return batch
+
+
+def _shape(data: bytes, frame: Frame) -> BatchShape:
+    """What the message says about itself, which has to fill the frame exactly."""
+    mark, nbytes = struct.unpack_from("<Ii", data, frame.offset)
+    body = frame.offset + 8 + nbytes
+    stop = frame.offset + frame.length
+    if mark != 0xFFFFFFFF or nbytes <= 0 or not body <= stop <= len(data):
+        raise ValueError("it is no whole message")
+    metadata = data[frame.offset + 8 : body]
+    if message_shape(metadata).body_nbytes != stop - body:
+        raise ValueError("its length is not the one it states")
+    return batch_shape(metadata, memoryview(data)[body:stop])
+
+
+def _check_batch(shape: BatchShape, rows_max: int) -> None:
+    if not 0 <= shape.n_rows <= rows_max:
+        raise ValueError(f"it claims {shape.n_rows} rows; at most {rows_max} are allowed")
+    if shape.nbytes > BATCH_BYTES_MAX:
+        raise ValueError(f"it claims {shape.nbytes} bytes; at most {BATCH_BYTES_MAX} are allowed")

@@ -1,0 +1,131 @@
+"""ArrowSegmentCodec: records to one Arrow IPC file and back (docs/format.md, section 9).
+
+Owns: the columns of a segment, and every check between a column and a record.
+Does not know: where a segment is stored, which records extend which call, how a file is framed (arrow_file.py).
+
+Invariants:
+1. A batch can be read from its own bytes alone; its coordinates and crc32c are those of exactly these bytes.
+2. No Python object is made per token: token ids and logprobs of a decoded chunk are read-only views of the batch's
+   memory (one view keeps its whole batch alive), its mask is a slice of one array per batch.
+3. Content decides: each chunk's and each request's digest is computed again when it is read, so that a segment that
+   decodes is what was captured, in whatever batches it was written.
+4. Where coordinates are given, length and crc32c are checked before Arrow sees a byte.
+5. Mangled bytes give Damaged, DigestMismatch or FormatNotUnderstood, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+
+from recovery.errors import Damaged
+from recovery.model import BatchInfo, Chunk, Opened, Record, SegmentInfo
+from recovery.ports import EncodedSegment
+from storage_backends import arrow_file, strict_json
+from storage_backends.arrow_records import SCHEMA_FIELDS, from_batch, to_arrays
+from storage_backends.sums import check_bytes, crc32c, crc_from_key
+
+RECORDS_PER_BATCH = 64
+RAW_BYTES_PER_BATCH = 64 << 20
+"""A batch is closed when it holds this much, so that arrow_file.BATCH_BYTES_MAX is never near."""
+
+FORMAT = "prefix-recovery/segment"
+_HEADER = {"format": FORMAT, "version": arrow_file.VERSION, "requires": []}
+SCHEMA = pa.schema(SCHEMA_FIELDS, metadata={arrow_file.METADATA_KEY: strict_json.dump(_HEADER).encode()})
+
+
+class ArrowSegmentCodec:
+    """A SegmentCodec. `records_per_batch` is for tests: what is read does not depend on it."""
+
+    suffix = "arrow"
+
+    def __init__(self, records_per_batch: int = RECORDS_PER_BATCH) -> None:
+        if not 1 <= records_per_batch <= RECORDS_PER_BATCH:
+            raise ValueError(f"a batch holds 1 to {RECORDS_PER_BATCH} records, not {records_per_batch}")
+        self._records_per_batch = records_per_batch
+
+    def encode(self, records: Sequence[Record], key_stem: str) -> EncodedSegment:
+        parts = list(_split(records, self._records_per_batch))
+        batches = (pa.RecordBatch.from_arrays(to_arrays(part), schema=SCHEMA) for part in parts)
+        data, frames = arrow_file.write(SCHEMA, batches)
+        infos = tuple(
+            BatchInfo(frame.offset, frame.length, crc32c(_bytes_of(data, frame)), len(part))
+            for frame, part in zip(frames.batches, parts, strict=True)
+        )
+        total = crc32c(data)
+        key = f"{key_stem}-{total:08x}.{self.suffix}"
+        return EncodedSegment(data, SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos))
+
+    def describe(self, key: str, data: bytes) -> SegmentInfo:
+        """Coordinates of a segment that was listed, not recorded: its key carries the sum of its bytes."""
+        what = f"segment {key}"
+        total = crc_from_key(key)
+        check_bytes(data, nbytes=len(data), crc32c=total, what=what)
+        parts = arrow_file.split(data, what)
+        schema, _ = arrow_file.read_schema(data, parts.schema, FORMAT, what)
+        arrow_file.check_columns(schema, SCHEMA, what)
+        batches = arrow_file.read_batches(data, parts, RECORDS_PER_BATCH, what)
+        infos = tuple(
+            BatchInfo(frame.offset, frame.length, crc32c(_bytes_of(data, frame)), batch.num_rows)
+            for frame, batch in zip(parts.batches, batches, strict=True)
+        )
+        return SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos)
+
+    def decode(self, data: bytes, info: SegmentInfo | None) -> list[Record]:
+        what = "a segment" if info is None else f"segment {info.key}"
+        if info is not None:
+            check_bytes(data, nbytes=info.nbytes, crc32c=info.crc32c, what=what)
+        parts = arrow_file.split(data, what)
+        schema, _ = arrow_file.read_schema(data, parts.schema, FORMAT, what)
+        arrow_file.check_columns(schema, SCHEMA, what)
+        records: list[Record] = []
+        lengths = []
+        for batch in arrow_file.read_batches(data, parts, RECORDS_PER_BATCH, what):
+            lengths.append(batch.num_rows)
+            records += from_batch(batch, what)
+        if info is not None:
+            told = [(batch.offset, batch.length, batch.n_records) for batch in info.batches]
+            found = [(f.offset, f.length, n) for f, n in zip(parts.batches, lengths, strict=True)]
+            if told != found:
+                raise Damaged(f"{what} is not divided into batches as recorded")
+        return records
+
+    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> list[Record]:
+        if not 0 <= batch < len(info.batches):
+            raise ValueError(f"segment {info.key} has {len(info.batches)} batches, no batch {batch}")
+        told = info.batches[batch]
+        what = f"batch {batch} of segment {info.key}"
+        check_bytes(data, nbytes=told.length, crc32c=told.crc32c, what=what)
+        found = arrow_file.read_message(data, SCHEMA, RECORDS_PER_BATCH, what)
+        if found.num_rows != told.n_records:
+            raise Damaged(f"{what} has {found.num_rows} records where {told.n_records} were written")
+        return from_batch(found, what)
+
+
+def _bytes_of(data: bytes, frame: arrow_file.Frame) -> bytes:
+    return data[frame.offset : frame.offset + frame.length]
+
+
+def _split(records: Sequence[Record], at_most: int) -> Iterator[Sequence[Record]]:
+    """Consecutive parts of at most so many records and so many bytes."""
+    first = nbytes = 0
+    for index, record in enumerate(records):
+        size = _raw_nbytes(record)
+        if index > first and (index - first == at_most or nbytes + size > RAW_BYTES_PER_BATCH):
+            yield records[first:index]
+            first, nbytes = index, 0
+        nbytes += size
+    if first < len(records):
+        yield records[first:]
+
+
+def _raw_nbytes(record: Record) -> int:
+    """An upper bound of what a record takes in a batch, but for its texts."""
+    match record:
+        case Chunk():
+            return 16 * record.token_ids.shape[0] + 256
+        case Opened():
+            return 4 * record.request.prompt_token_ids.shape[0] + 256
+        case _:
+            return 256

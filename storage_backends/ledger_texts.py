@@ -1,0 +1,133 @@
+"""The JSON texts inside a ledger object: its header, and identity, end and history of a call.
+
+Owns: their fields, to text and back with every type checked (docs/format.md, section 8).
+Does not know: columns, files.
+
+Invariants:
+1. What is read back equals what was written; unknown fields are ignored.
+2. A text that is not of this form is Damaged, naming the call and the field.
+3. A digest is lower-case hex; a key is checked before anyone asks a store for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from recovery.errors import Damaged
+from recovery.model import FINISH_REASONS, Identity, RecordRef, Restarted, Restore, Resumed
+from storage_backends.keys import is_key
+from storage_backends.strict_json import dump, parse, parse_list, take, take_number, take_stop_reason
+
+Ended = tuple[str, int | str | None]
+
+
+def is_segment_key(value: object) -> bool:
+    return isinstance(value, str) and is_key(value)
+
+
+def check_header(header: Mapping[str, Any], what: str) -> None:
+    """The parts of a header that this package does not use itself but everyone relies on."""
+    parent, flushed = header.get("parent"), header.get("flushed", {})
+    if parent is not None and not isinstance(parent, dict):
+        raise Damaged(f"{what}: parent is no object reference")
+    if not isinstance(flushed, dict) or not all(type(n) is int and n >= 0 for n in flushed.values()):
+        raise Damaged(f"{what}: flushed is no map of numbers")
+    for segment in header.get("segments", []):
+        name = f"{what}: segment {segment['key']}"
+        take_number(segment, "nbytes", name)
+        take_number(segment, "crc32c", name, limit=1 << 32)
+        for batch in take(segment, "batches", list, name):
+            numbers = isinstance(batch, list) and len(batch) == 4 and all(type(n) is int for n in batch)
+            if not numbers or min(batch) < 0:
+                raise Damaged(f"{name}: a batch is not [offset, length, crc32c, n_records]")
+
+
+def identity_text(identity: Identity | None) -> str | None:
+    if identity is None:
+        return None
+    opened = {"segment": identity.opened.segment, "index": identity.opened.index}
+    return dump(
+        {
+            "rollout": identity.rollout,
+            "turn": identity.turn,
+            "request_digest": identity.request_digest.hex(),
+            "source_digest": identity.source_digest,
+            "restart_only": identity.restart_only,
+            "opened": opened,
+        }
+    )
+
+
+def read_identity(text: str, known: Mapping[str, str], where: str) -> Identity:
+    """`known` maps each segment key of the object to itself, so that one string serves all rows."""
+    where = f"{where}, identity"
+    record = parse(text, where)
+    opened = take(record, "opened", dict, where)
+    segment = take(opened, "segment", str, where)
+    if segment not in known and not is_key(segment):
+        raise Damaged(f"{where}: segment {segment!r:.200} is no key")
+    return Identity(
+        rollout=take(record, "rollout", str, where),
+        turn=take_number(record, "turn", where),
+        request_digest=_digest(take(record, "request_digest", str, where), where),
+        source_digest=take(record, "source_digest", str, where),
+        restart_only=take(record, "restart_only", str, where),
+        opened=RecordRef(known.get(segment, segment), take_number(opened, "index", where)),
+    )
+
+
+def _digest(text: str, where: str) -> bytes:
+    try:
+        value = bytes.fromhex(text)
+    except ValueError:
+        value = b""
+    if value.hex() != text or len(value) != 16:
+        raise Damaged(f"{where}: {text!r:.60} is not 32 lower-case hex digits")
+    return value
+
+
+@lru_cache(maxsize=1024)
+def ended_text(ended: Ended | None) -> str | None:
+    return None if ended is None else dump({"finish_reason": ended[0], "stop_reason": ended[1]})
+
+
+def read_ended(text: str, where: str) -> Ended:
+    where = f"{where}, ended"
+    record = parse(text, where)
+    reason = take(record, "finish_reason", str, where)
+    if reason not in FINISH_REASONS:
+        raise Damaged(f"{where}: {reason!r:.60} does not end a call")
+    return reason, take_stop_reason(record, where)
+
+
+def history_text(history: tuple[Restore, ...] | None) -> str | None:
+    if not history:
+        return None if history is None else "[]"
+    return dump([_event(restore) for restore in history])
+
+
+def _event(restore: Restore) -> dict[str, Any]:
+    match restore:
+        case Resumed(at, snapshot, exactness):
+            return {"kind": "resume", "at": at, "snapshot": snapshot, "exactness": exactness}
+        case Restarted(at, snapshot, reason):
+            return {"kind": "restart", "at": at, "snapshot": snapshot, "reason": reason}
+
+
+def read_history(text: str, where: str) -> tuple[Restore, ...]:
+    where = f"{where}, history"
+    return () if text == "[]" else tuple(_read_event(item, where) for item in parse_list(text, where))
+
+
+def _read_event(item: Any, where: str) -> Restore:
+    if not isinstance(item, dict):
+        raise Damaged(f"{where}: an entry is no JSON object")
+    at, snapshot = take_number(item, "at", where), take_number(item, "snapshot", where)
+    match item.get("kind"):
+        case "resume":
+            return Resumed(at, snapshot, take(item, "exactness", str, where))
+        case "restart":
+            return Restarted(at, snapshot, take(item, "reason", str, where))
+    raise Damaged(f"{where}: an entry is neither a resume nor a restart")

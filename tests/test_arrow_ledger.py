@@ -1,0 +1,363 @@
+"""ArrowLedgerCodec: round trips, the columns of docs/format.md, refusals, mangled bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recovery.errors import Damaged, FormatNotUnderstood
+from recovery.model import (
+    DROPPED,
+    ENDED,
+    OPEN,
+    CallId,
+    ChunkRef,
+    Identity,
+    LedgerRow,
+    PolicyVersion,
+    RecordRef,
+    Restarted,
+    Resumed,
+)
+from storage_backends.arrow_ledger import SCHEMA, ArrowLedgerCodec
+from storage_backends.testing.mutations import try_in_process
+
+CODEC = ArrowLedgerCodec()
+KEY = b"prefix-recovery"
+SEGMENTS = [f"seg/e000001/w0.1a2b3c4d/{n:08d}-00000000-{n:08x}.arrow" for n in range(6)]
+PARENT = {"key": "ledger/e000001/0123456789abcdef.arrow", "nbytes": 10, "crc32c": 5, "sha256": "0" * 64}
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
+U32 = st.integers(0, 2**32 - 1)
+REFS = st.builds(RecordRef, st.sampled_from(SEGMENTS), U32)
+DIGESTS = st.binary(min_size=16, max_size=16)
+CHUNKS = st.builds(
+    ChunkRef,
+    REFS,
+    U32,
+    st.integers(1, 2**32 - 1),
+    DIGESTS,
+    st.builds(PolicyVersion, TEXT.filter(bool), st.integers(0, 2**64 - 1)),
+)
+IDENTITIES = st.builds(
+    Identity,
+    rollout=TEXT,
+    turn=st.integers(0, 2**40),
+    request_digest=DIGESTS,
+    source_digest=TEXT,
+    restart_only=TEXT,
+    opened=REFS,
+)
+NUMBER = st.integers(0, 2**40)
+EVENTS = st.one_of(st.builds(Resumed, NUMBER, NUMBER, TEXT), st.builds(Restarted, NUMBER, NUMBER, TEXT))
+ENDS = st.tuples(st.sampled_from(["stop", "length", "repetition"]), st.none() | st.integers(-(2**40), 2**40) | TEXT)
+
+
+@st.composite
+def row_lists(draw: st.DrawFn) -> list[LedgerRow]:
+    rows = []
+    for call_id in draw(st.lists(DIGESTS, unique=True, max_size=6)):
+        end = draw(st.none() | ENDS)
+        rows.append(
+            LedgerRow(
+                call_id=CallId(call_id),
+                attempt=draw(U32),
+                state=draw(st.sampled_from([OPEN, DROPPED])) if end is None else ENDED,
+                n_tokens=draw(U32),
+                kept=draw(U32),
+                chunks=tuple(draw(st.lists(CHUNKS, max_size=4))),
+                identity=draw(st.none() | IDENTITIES),
+                ended=end,
+                history=draw(st.none() | st.lists(EVENTS, max_size=3).map(tuple)),
+            )
+        )
+    return rows
+
+
+def header_of(described: int = 4, *, parent: Any = PARENT, **changes: Any) -> dict[str, Any]:
+    segments = [{"key": k, "nbytes": 100, "crc32c": 7, "batches": [[8, 64, 9, 3]]} for k in SEGMENTS[:described]]
+    header = {
+        "format": "prefix-recovery/ledger",
+        "version": 1,
+        "requires": [],
+        "parent": parent,
+        "segments": segments,
+        "ancestors": SEGMENTS[described:],
+        "flushed": {"w0.1a2b3c4d": 17},
+    }
+    return {**header, **changes}
+
+
+def sample_rows(n_rows: int = 3, n_chunks: int = 2) -> list[LedgerRow]:
+    rows = []
+    for number in range(n_rows):
+        chunks = tuple(
+            ChunkRef(
+                RecordRef(SEGMENTS[(number + i) % 6], i), 4 * i, 4, bytes([number % 256, i] * 8), PolicyVersion("a", i)
+            )
+            for i in range(n_chunks)
+        )
+        identity = Identity(
+            rollout=f"p-{number}",
+            turn=1,
+            request_digest=bytes(range(16)),
+            source_digest="ab",
+            restart_only="",
+            opened=RecordRef(SEGMENTS[5], number),
+        )
+        ended = ("stop", None) if number % 2 else None
+        state = ENDED if ended else OPEN
+        call_id = CallId(number.to_bytes(16, "little"))
+        history = (Resumed(4, 2, "bitwise"), Restarted(8, 3, "stale"))
+        rows.append(LedgerRow(call_id, 2, state, 4 * n_chunks, 0, chunks, identity, ended, history))
+    return rows
+
+
+@settings(deadline=None)
+@given(rows=row_lists(), described=st.integers(0, 6))
+def test_header_and_rows_come_back(rows: list[LedgerRow], described: int) -> None:
+    header = header_of(described)
+    assert CODEC.decode(CODEC.encode(header, rows)) == (header, rows)
+
+
+def test_rows_of_a_base_come_back() -> None:
+    header = header_of(6, parent=None)
+    assert CODEC.decode(CODEC.encode(header, sample_rows())) == (header, sample_rows())
+
+
+def test_a_header_without_ancestors_is_read() -> None:
+    header = header_of(6, parent=None)
+    del header["ancestors"]
+    assert CODEC.decode(CODEC.encode(header, sample_rows())) == (header, sample_rows())
+
+
+def test_no_rows_at_all() -> None:
+    header = header_of(0, parent=None, ancestors=[], flushed={})
+    assert CODEC.decode(CODEC.encode(header, [])) == (header, [])
+
+
+def test_more_rows_than_fit_one_batch() -> None:
+    rows = sample_rows(40_000, 1)
+    header = header_of()
+    data = CODEC.encode(header, rows)
+    assert pa.ipc.open_file(data).num_record_batches == 3
+    assert CODEC.decode(data)[1] == rows
+
+
+def test_columns_are_those_of_the_format() -> None:
+    file = pa.ipc.open_file(CODEC.encode(header_of(4), sample_rows()))
+    assert json.loads(file.schema.metadata[KEY]) == header_of(4)
+    assert [field.name for field in file.schema] == [
+        "call_id", "attempt", "state", "n_tokens", "kept", "chunks", "identity", "ended", "history",
+    ]  # fmt: skip
+    row = file.read_all().to_pylist()[1]
+    assert (row["call_id"], row["attempt"], row["state"]) == (b"\1" + bytes(15), 2, 1)
+    assert (row["n_tokens"], row["kept"]) == (8, 0)
+    assert row["chunks"][1] == {
+        "segment": 2, "index": 1, "start": 4, "n_tokens": 4, "digest": b"\1" * 16, "lineage": "a", "number": 1,
+    }  # fmt: skip
+    assert json.loads(row["identity"]) == {
+        "rollout": "p-1",
+        "turn": 1,
+        "request_digest": "000102030405060708090a0b0c0d0e0f",
+        "source_digest": "ab",
+        "restart_only": "",
+        "opened": {"segment": SEGMENTS[5], "index": 1},
+    }
+    assert json.loads(row["ended"]) == {"finish_reason": "stop", "stop_reason": None}
+    assert json.loads(row["history"]) == [
+        {"kind": "resume", "at": 4, "snapshot": 2, "exactness": "bitwise"},
+        {"kind": "restart", "at": 8, "snapshot": 3, "reason": "stale"},
+    ]
+
+
+def test_segments_are_numbered_through_both_lists() -> None:
+    column = pa.ipc.open_file(CODEC.encode(header_of(2), sample_rows(6, 1))).read_all().column("chunks")
+    assert [chunks[0]["segment"] for chunks in column.to_pylist()] == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_cannot_be_stored_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="does not number"):
+        CODEC.encode(header_of(2, ancestors=[]), sample_rows())
+    with pytest.raises(ValueError, match="header"):
+        CODEC.encode({**header_of(), "version": 2}, [])
+    row = sample_rows(1)[0]
+    for name, value in (("attempt", 1 << 32), ("n_tokens", -1), ("call_id", b"short")):
+        with pytest.raises(ValueError, match=r"fit|16 bytes"):
+            CODEC.encode(header_of(), [dataclasses.replace(row, **{name: value})])
+
+
+def test_fifty_thousand_calls_take_seconds_not_minutes() -> None:
+    rows = sample_rows(50_000, 5)
+    begin = time.process_time()
+    data = CODEC.encode(header_of(), rows)
+    encoded = time.process_time()
+    decoded = CODEC.decode(data)[1]
+    assert encoded - begin < 5 and time.process_time() - encoded < 15
+    assert len(decoded) == len(rows) and decoded[-1] == rows[-1]
+
+
+# ---- what is refused when read ----------------------------------------------------------------------------------
+
+
+def rewritten(change: Callable[[dict[str, list[Any]]], None] = lambda columns: None, **header: Any) -> bytes:
+    """A ledger object whose rows were changed by `change`, written by plain pyarrow."""
+    columns = pa.ipc.open_file(CODEC.encode(header_of(), sample_rows())).read_all().to_pydict()
+    change(columns)
+    item = [pa.field(f.name, f.type) for f in SCHEMA.field("chunks").type.value_type]
+    types = {"chunks": pa.list_(pa.struct(item))}
+    metadata = {KEY: json.dumps(header_of(**header)).encode()}
+    loose = pa.schema([pa.field(f.name, types.get(f.name, f.type)) for f in SCHEMA], metadata=metadata)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, loose) as writer:
+        arrays = [pa.array(columns[field.name], field.type) for field in loose]
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=loose))
+    return bytes(sink.getvalue())
+
+
+def test_a_file_that_plain_pyarrow_wrote_is_read() -> None:
+    assert CODEC.decode(rewritten()) == (header_of(), sample_rows())
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ({"version": 2}, ["version 2", "version 1"]),
+        ({"version": "1"}, ["version '1'"]),
+        ({"format": "prefix-recovery/segment"}, ["prefix-recovery/segment"]),
+        ({"requires": ["tombstones"]}, ["'tombstones'"]),
+    ],
+)
+def test_f4_other_formats_versions_and_needs_are_not_understood(header: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(FormatNotUnderstood) as caught:
+        CODEC.decode(rewritten(**header))
+    assert all(word in caught.value.message for word in words)
+
+
+def test_f4_unknown_fields_are_kept_and_ignored() -> None:
+    header, rows = CODEC.decode(rewritten(comment={"a": 1}))
+    assert header["comment"] == {"a": 1} and rows == sample_rows()
+
+
+SEGMENT = {"key": SEGMENTS[0], "nbytes": 1, "crc32c": 1, "batches": []}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"requires": "x"},
+        {"parent": "x"},
+        {"segments": {}},
+        {"segments": ["x"]},
+        {"segments": [SEGMENT, SEGMENT], "ancestors": SEGMENTS[1:]},
+        {"segments": [{**SEGMENT, "key": "../../etc/passwd"}]},
+        {"segments": [{**SEGMENT, "key": 1}]},
+        {"segments": [{**SEGMENT, "nbytes": -1}], "ancestors": SEGMENTS[1:]},
+        {"segments": [{**SEGMENT, "crc32c": 1 << 32}], "ancestors": SEGMENTS[1:]},
+        {"segments": [{**SEGMENT, "batches": [[1, 2, 3]]}], "ancestors": SEGMENTS[1:]},
+        {"segments": [{**SEGMENT, "batches": [[1, 2, 3, -1]]}], "ancestors": SEGMENTS[1:]},
+        {"segments": [{**SEGMENT, "batches": [[1, 2, 3, True]]}], "ancestors": SEGMENTS[1:]},
+        {"ancestors": [[]]},
+        {"ancestors": None},
+        {"flushed": []},
+        {"flushed": {"w0": "1"}},
+        {"parent": None},
+    ],
+)
+def test_a_header_that_breaks_a_rule_is_damage(header: dict[str, Any]) -> None:
+    def keep_one(columns: dict[str, list[Any]]) -> None:
+        columns["kept"][0] = 1
+
+    with pytest.raises(Damaged):
+        CODEC.decode(rewritten(keep_one, **header))
+
+
+CHUNK = {"segment": 0, "index": 0, "start": 0, "n_tokens": 1, "digest": bytes(16), "lineage": "a", "number": 0}
+WHO = {"rollout": "r", "turn": 0, "request_digest": "00" * 16, "source_digest": "", "restart_only": ""}
+AT = {"segment": SEGMENTS[0], "index": 0}
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("call_id", None),
+        ("call_id", (1).to_bytes(16, "little")),
+        ("attempt", None),
+        ("state", 3),
+        ("state", 1),
+        ("n_tokens", None),
+        ("kept", None),
+        ("chunks", None),
+        ("chunks", [None]),
+        *(("chunks", [{**CHUNK, name: None}]) for name in CHUNK),
+        ("chunks", [{**CHUNK, "segment": 6}]),
+        ("chunks", [{**CHUNK, "n_tokens": 0}]),
+        ("chunks", [{**CHUNK, "lineage": ""}]),
+        ("identity", ""),
+        ("identity", "[]"),
+        ("identity", json.dumps(WHO)),
+        ("identity", json.dumps({**WHO, "opened": {**AT, "segment": "/etc/passwd"}})),
+        ("identity", json.dumps({**WHO, "opened": {**AT, "index": "0"}})),
+        ("identity", json.dumps({**WHO, "opened": AT, "request_digest": "AB" * 16})),
+        ("identity", json.dumps({**WHO, "opened": AT, "request_digest": "ab"})),
+        ("identity", json.dumps({**WHO, "opened": AT, "request_digest": "zz" * 16})),
+        ("identity", json.dumps({**WHO, "opened": AT, "rollout": None})),
+        ("identity", json.dumps({**WHO, "opened": AT, "turn": -1})),
+        ("ended", '{"finish_reason": "stop", "stop_reason": null}'),
+        ("history", "{}"),
+        ("history", "[1]"),
+        ("history", "[]]"),
+        ("history", '[], "list": [1]'),
+        ("history", '[{"kind": "rewind", "at": 0, "snapshot": 1}]'),
+        ("history", '[{"kind": "resume", "at": 0, "snapshot": 1}]'),
+        ("history", '[{"kind": "restart", "at": -1, "snapshot": 1, "reason": ""}]'),
+    ],
+)
+def test_a_row_that_breaks_a_rule_is_damage(column: str, value: Any) -> None:
+    def change(columns: dict[str, list[Any]]) -> None:
+        columns[column][0] = value
+
+    with pytest.raises(Damaged):
+        CODEC.decode(rewritten(change))
+
+
+@pytest.mark.parametrize(
+    "text", [None, '{"finish_reason": "abort"}', '{"finish_reason": "stop", "stop_reason": []}', "x"]
+)
+def test_an_end_that_breaks_a_rule_is_damage(text: str | None) -> None:
+    def change(columns: dict[str, list[Any]]) -> None:
+        columns["ended"][1] = text
+
+    with pytest.raises(Damaged):
+        CODEC.decode(rewritten(change))
+
+
+def test_every_truncation_is_damage() -> None:
+    data = CODEC.encode(header_of(), sample_rows())
+    for length in range(len(data)):
+        with pytest.raises(Damaged):
+            CODEC.decode(data[:length])
+
+
+def test_a_segment_is_no_ledger() -> None:
+    from storage_backends.arrow_segments import ArrowSegmentCodec
+
+    with pytest.raises(FormatNotUnderstood, match="prefix-recovery/segment"):
+        CODEC.decode(ArrowSegmentCodec().encode([], "seg/x").data)
+
+
+def test_mangled_bytes_never_crash_a_reader_that_skips_the_sum(tmp_path: Path) -> None:
+    sample = tmp_path / "sample"
+    sample.write_bytes(CODEC.encode(header_of(), sample_rows(20, 5)))
+    tally = try_in_process("storage_backends.arrow_ledger:ArrowLedgerCodec", sample, seed=1, count=3000)
+    assert sum(tally.values()) == 3000
+    assert tally["Damaged"] > 1000

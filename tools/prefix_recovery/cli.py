@@ -1,0 +1,115 @@
+"""`prefix-recovery`: the command line.
+
+Owns: verbs, flags, exit codes, how an error looks on the terminal.
+Does not know: how a job runs (job.py), how a model is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefix_recovery import __doc__ as _about
+from recovery import config as configs
+from recovery.errors import RecoveryError
+
+_EXAMPLES = """\
+examples:
+  prefix-recovery demo                                   see it work, with a real model and real kills
+  prefix-recovery model smollm2 models/smollm2           make a small real model, no network hub needed
+  prefix-recovery run job.yaml                           run a job; the same command continues it after a crash
+  prefix-recovery run job.yaml --set max_concurrent_calls=32
+  snapshot-inspect latest run-17                         what would a restore take?
+
+exit codes of run: 0 every prompt has its result, 1 stopped (run it again), 2 usage or config, 3 some prompts have no
+result, 11 another run owns the store or output, 15 the store belongs to another job, 130 and 143 after a signal, with a
+snapshot taken.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="prefix-recovery",
+        description=_about,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = top.add_subparsers(dest="verb", metavar="VERB")
+    run = verbs.add_parser("run", help="run a job, or continue it")
+    run.add_argument("config", metavar="CONFIG", help="the job, as YAML or JSON")
+    run.add_argument("--set", action="append", default=[], metavar="K=V", help="override a field, dotted: a.b=c")
+    run.add_argument("--strict-input", action="store_true", help="stop at the first malformed prompt line")
+    run.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    run.add_argument("--tally", type=Path, metavar="FILE", help="count tokens per sample in FILE (for measurements)")
+    configs.add_arguments(run)
+    demo = verbs.add_parser("demo", help="run, kill, continue and compare a job on a real model")
+    demo.add_argument(
+        "--dir", type=Path, default=None, metavar="DIR", help="where to keep it (default: a temporary folder)"
+    )
+    demo.add_argument("--seed", type=int, default=None, help="when the kills come (default: random, printed)")
+    demo.add_argument("--kills", type=int, default=2, help="SIGKILLs of the whole process group (default: 2)")
+    demo.add_argument("--calls", type=int, default=16, help="calls in the job (default: 16)")
+    model = verbs.add_parser("model", help="make a model folder from an installed package")
+    model.add_argument("name", choices=["smollm2", "tiny"], help="smollm2: 135M, real; tiny: random, for tests")
+    model.add_argument("dir", type=Path, metavar="DIR")
+    model.add_argument("--dtype", default=None, choices=["bfloat16", "float16", "float32"])
+    verbs.add_parser("schema", help="print the JSON schema of a job file")
+    doctor = verbs.add_parser("doctor", help="what this machine has; with a CONFIG, whether the job could start")
+    doctor.add_argument("config", nargs="?", metavar="CONFIG")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Returns the exit code."""
+    top = parser()
+    arguments = top.parse_args(argv)
+    if arguments.verb is None:
+        top.print_help()
+        return 0
+    try:
+        return _run_verb(arguments)
+    except RecoveryError as error:
+        print(f"prefix-recovery: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"  {error.hint}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run_verb(arguments: argparse.Namespace) -> int:
+    match arguments.verb:
+        case "run":
+            from prefix_recovery.job import RunOptions, run_job
+
+            overrides = [*configs.overrides_from_args(arguments), *arguments.set]
+            config = configs.load_config(arguments.config, overrides)
+            options = RunOptions(arguments.strict_input, arguments.quiet, arguments.tally)
+            return run_job(config, options)
+        case "demo":
+            from prefix_recovery.demo import run_demo
+
+            return run_demo(arguments.dir, seed=arguments.seed, kills=arguments.kills, calls=arguments.calls)
+        case "model":
+            print(_make_model(arguments))
+        case "schema":
+            print(json.dumps(configs.job_schema(), indent=2))
+        case "doctor":
+            from prefix_recovery.doctor import run_doctor
+
+            return run_doctor(arguments.config)
+    return 0
+
+
+def _make_model(arguments: argparse.Namespace) -> Path:
+    if arguments.name == "tiny":
+        from prefix_recovery.tiny import make_tiny_llama
+
+        return make_tiny_llama(arguments.dir, dtype=arguments.dtype or "float32")
+    from prefix_recovery.smollm2 import make_smollm2
+
+    return make_smollm2(arguments.dir, dtype=arguments.dtype or "bfloat16")

@@ -1,0 +1,308 @@
+"""The loop of a job: samples to the engine, ended calls to the output, until all are there or somebody says stop.
+
+Owns: concurrency, the order of samples, delivery of rows, what is told to the progress display.
+Does not know: how the engine was made, the format of a store, exit codes.
+
+Invariants:
+1. A row is appended only when its call's terminal record is durable in the store, so that a lost output can be made
+   again, and only after a look at the log: a fenced run appends nothing.
+2. A request that the engine or the session refuses costs that sample, by name, never the job.
+3. At most `max_concurrent_calls` calls are in the engine; a call that waits for durability does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefix_recovery.progress import Progress
+from prefix_recovery.prompts import BadLine, Prompt, Sample
+from prefix_recovery.results import Results
+from prefix_recovery.rows import make_row
+from prefix_recovery.tally import Tally
+from recovery.calls import LiveCall
+from recovery.config import JobConfig
+from recovery.errors import FingerprintMismatch, InputError, Stop
+from recovery.model import FINISH_REASONS, PolicyVersion, Request
+from vllm_hooks import RecoverableEngine, RecoverySession, surface
+from vllm_hooks.capture import drain
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run did; `bad` are the samples that have no result and never will."""
+
+    rows_written: int = 0
+    rows_from_store: int = 0
+    tokens_decoded: int = 0
+    tokens_reused: int = 0
+    bad: list[BadLine] = field(default_factory=list)
+
+
+def source_digest(prompt: Prompt, sampling: Mapping[str, Any]) -> str:
+    """Identifies a prompt line together with the job's own sampling."""
+    job = json.dumps(dict(sampling), sort_keys=True, default=str).encode()
+    return hashlib.sha256(prompt.digest.encode() + job).hexdigest()[:32]
+
+
+class Dispatch:
+    """One run of a job over a started engine and an opened session."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        engine: Any,
+        session: RecoverySession,
+        results: Results,
+        samples: Sequence[Sample],
+        progress: Progress,
+        tally: Tally | None,
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._engine = RecoverableEngine(engine, session)
+        self._tokenizer = surface.tokenizer_of(engine)
+        self._results = results
+        self._samples = {sample.name: sample for sample in samples}
+        self._numbers = {sample.name: number for number, sample in enumerate(samples)}
+        self._progress = progress
+        self._tally = tally
+        if tally is not None:
+            session.on_tokens = self._count
+        self._slots = asyncio.Semaphore(config.max_concurrent_calls)
+        self._rows: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self.outcome = Outcome()
+
+    def _count(self, call: LiveCall, n_tokens: int) -> None:
+        if self._tally is not None:
+            self._tally.decoded(self._numbers[call.request.rollout], n_tokens)
+
+    # ---- before the loop -------------------------------------------------------------------------------------
+
+    def match(self) -> list[Sample]:
+        """Compare the store's calls with the prompts; write rows that the store has and the output has not.
+
+        Returns the samples still to run, those with a saved prefix first. Raises FingerprintMismatch, naming the
+        prompt, if a line changed or an unfinished one disappeared.
+        """
+        self._session.source_digests = {
+            name: source_digest(sample.prompt, self._config.sampling) for name, sample in self._samples.items()
+        }
+        ended: dict[str, Any] = {}
+        begun: set[str] = set()
+        for entry in self._session.entries():
+            name = entry.identity.rollout
+            sample = self._samples.get(name)
+            if sample is None and entry.ended is None:
+                raise FingerprintMismatch(
+                    f"the store holds an unfinished call {name!r} that the prompts file no longer asks for",
+                    hint="put the line back, or give the changed job a store of its own",
+                )
+            if sample is None:
+                continue
+            if entry.identity.source_digest != self._session.source_digests[name]:
+                raise FingerprintMismatch(
+                    f"prompt {sample.prompt.id!r} (line {sample.prompt.line}) or the job's sampling was changed since "
+                    f"the store was made",
+                    hint="undo the change, or give the changed job a store and an output of its own",
+                )
+            if self._tally is not None:
+                self._tally.started(self._numbers[name], entry.n_tokens)
+            if entry.ended is not None:
+                ended[name] = entry
+            elif entry.n_tokens:
+                begun.add(name)
+        self._deliver_ended([e for name, e in ended.items() if self._key(name) not in self._results.done])
+        todo = [s for n, s in self._samples.items() if n not in ended and self._key(n) not in self._results.done]
+        return [s for s in todo if s.name in begun] + [s for s in todo if s.name not in begun]
+
+    def _key(self, name: str) -> tuple[str, int]:
+        sample = self._samples[name]
+        return sample.prompt.id, sample.index
+
+    def _deliver_ended(self, entries: list[Any]) -> None:
+        for start in range(0, len(entries), 64):
+            part = entries[start : start + 64]
+            transcripts = self._session.read_ended([entry.call_id for entry in part])
+            rows = []
+            for entry in part:
+                transcript = transcripts[entry.call_id]
+                rows.append(
+                    self._row(
+                        self._samples[entry.identity.rollout],
+                        transcript.request,
+                        transcript.token_ids.tolist(),
+                        transcript.logprobs.tolist(),
+                        transcript.version_spans,
+                        entry.history,
+                        *entry.ended,
+                    )
+                )
+            self._results.append(rows)
+            self.outcome.rows_from_store += len(rows)
+
+    def _row(
+        self,
+        sample: Sample,
+        request: Request,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version_spans: Sequence[tuple[int, int, PolicyVersion]],
+        history: Sequence[Any],
+        finish_reason: str,
+        stop_reason: int | str | None,
+    ) -> dict[str, Any]:
+        return make_row(
+            id=sample.prompt.id,
+            sample_index=sample.index,
+            request=request,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            version_spans=version_spans,
+            history=history,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            tokenizer=self._tokenizer,
+        )
+
+    # ---- the loop ----------------------------------------------------------------------------------------------
+
+    async def run(self, todo: Iterable[Sample], stop: asyncio.Event) -> None:
+        """Run `todo` to the end, or until `stop` is set or something ends the run (which is raised)."""
+        writer = asyncio.create_task(self._write_rows())
+        feeder = asyncio.create_task(self._feed(list(todo)))
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({feeder, stopped, writer}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (writer, feeder):
+                if task.done():
+                    task.result()
+        finally:
+            stopped.cancel()
+            if not feeder.done():
+                feeder.cancel()
+                await asyncio.gather(feeder, return_exceptions=True)
+            if not writer.done():
+                self._rows.put_nowait(None)
+                await writer
+
+    async def _feed(self, todo: list[Sample]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for sample in todo:
+                await self._slots.acquire()
+                group.create_task(self._one(sample))
+
+    async def _one(self, sample: Sample) -> None:
+        try:
+            prompt, params = self._prepare(sample)
+            output = await self._generate(sample, prompt, params)
+        except InputError as error:
+            self._refused(sample, error.message)
+            return
+        except Exception as error:
+            if not surface.is_refusal(error):
+                raise
+            self._refused(sample, str(error))
+            return
+        finally:
+            self._slots.release()
+        await self._finish(sample, output)
+
+    async def _generate(self, sample: Sample, prompt: Any, params: Any) -> Any:
+        return await drain(self._engine.generate(prompt, params, sample.name))
+
+    async def _finish(self, sample: Sample, output: Any) -> None:
+        completion = output.outputs[0]
+        if completion.finish_reason not in FINISH_REASONS:
+            self._refused(sample, f"the engine ended the request with {completion.finish_reason!r}")
+            return
+        if self._session.capturing and self._session.has_result(sample.name):
+            call = await self._session.durable(sample.name)
+            self._rows.put_nowait(self._captured_row(sample, call))
+            return
+        ids = list(completion.token_ids)
+        request = Request(rollout=sample.name, prompt_token_ids=output.prompt_token_ids, sampling={})
+        logprobs = surface.sampled_logprobs(ids, completion.logprobs) or []
+        spans = [(0, len(ids), self._session.version)]
+        row = self._row(sample, request, ids, logprobs, spans, (), completion.finish_reason, completion.stop_reason)
+        self._rows.put_nowait({**row, "text": completion.text})
+
+    def _captured_row(self, sample: Sample, call: LiveCall) -> dict[str, Any]:
+        assert call.ended is not None
+        return self._row(
+            sample,
+            call.request,
+            call.transcript_ids,
+            call.transcript_logprobs,
+            call.version_spans,
+            self._session.history(call.call_id),
+            call.ended.finish_reason,
+            call.ended.stop_reason,
+        )
+
+    def _refused(self, sample: Sample, error: str) -> None:
+        self.outcome.bad.append(BadLine(sample.prompt.line, sample.prompt.id, error))
+        self._progress.refused(sample.name, error)
+
+    async def _write_rows(self) -> None:
+        """Append rows in groups, each group after one look at the log."""
+        ending = False
+        while not ending:
+            rows = [await self._rows.get()]
+            while not self._rows.empty():
+                rows.append(self._rows.get_nowait())
+            ending = rows[-1] is None
+            group = [row for row in rows if row is not None]
+            if group:
+                await asyncio.to_thread(self._append, group)
+                self.outcome.rows_written += len(group)
+                self._progress.finished(len(group))
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        if self._session.capturing:
+            self._session.check_not_fenced()
+        self._results.append(rows)
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def _prepare(self, sample: Sample) -> tuple[Any, Any]:
+        """Prompt ids and SamplingParams of a sample. Raises InputError for what cannot be one."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        fields = {"logprobs": 0, **self._config.sampling, **sample.prompt.sampling}
+        try:
+            params = SamplingParams(**fields)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"sampling: {error}", hint="see vLLM's SamplingParams for the fields") from error
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        return surface.token_prompt(self._ids(sample.prompt)), params
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if prompt.kind == "prompt_token_ids":
+            return list(prompt.value)
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise InputError(
+                f"a prompt of text needs a tokenizer, and the engine has none (`{prompt.kind}`)",
+                hint="send prompt_token_ids, or leave skip_tokenizer_init out of `engine`",
+            )
+        if prompt.kind == "messages":
+            if not getattr(tokenizer, "chat_template", None):
+                raise InputError("this model's tokenizer has no chat template", hint="send `prompt` instead")
+            text = tokenizer.apply_chat_template(prompt.value, add_generation_prompt=True, tokenize=False)
+            return list(tokenizer.encode(text, add_special_tokens=False))
+        begins_with_bos = bool(tokenizer.bos_token) and prompt.value.startswith(tokenizer.bos_token)
+        return list(tokenizer.encode(prompt.value, add_special_tokens=not begins_with_bos))
+
+
+def first_stop(error: BaseExceptionGroup[Any] | BaseException) -> BaseException:
+    """Of a task group's errors the one that explains the others: what stops the process, else the first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [first_stop(item) for item in error.exceptions]
+    return next((e for e in leaves if isinstance(e, Stop) or surface.is_engine_dead(e)), leaves[0])

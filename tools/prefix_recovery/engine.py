@@ -1,0 +1,131 @@
+"""A vLLM engine for one job: environment, arguments, start, and what it left behind.
+
+Owns: how AsyncLLM is made in this process, and the CPU build's settings that make it start fast and decode exactly.
+Does not know: stores, prompts.
+
+Invariants:
+1. Engine arguments of the config are passed through; a name that this vLLM does not have is a ConfigError with the
+   nearest one.
+2. An environment variable that the user has set is never overwritten.
+3. Leftovers of the engine live in a temporary folder of their own, which is removed at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from recovery.errors import ConfigError
+
+CPU_ENVIRONMENT = {
+    # One process less and one import of vLLM less; the engine core stays a process of its own.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Decode, batch and resume are then bit-identical on this path.
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    # The only compiled function of an eager engine is a logprob count; compiling it takes longer than it saves.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Two spinning pools on few cores starve each other.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the CPU distribution."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return "cpu" in _version("vllm")
+    return True
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def set_environment() -> None:
+    """What vLLM reads at import. Call before the first import of vllm in this process."""
+    for name, value in {**ENVIRONMENT, **(CPU_ENVIRONMENT if is_cpu_build() else {})}.items():
+        os.environ.setdefault(name, value)
+
+
+class Engine:
+    """A started AsyncLLM. `close` ends its processes and removes its temporary folder."""
+
+    def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
+        set_environment()
+        self._folder = Path(tempfile.mkdtemp(prefix="prefix-recovery-"))
+        self._outer_tmpdir = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = str(self._folder)
+        tempfile.tempdir = None
+        try:
+            self.llm = _start(model, arguments)
+        except BaseException:
+            self._remove_folder()
+            raise
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def close(self) -> None:
+        self.llm.shutdown()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._outer_tmpdir is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = self._outer_tmpdir
+        tempfile.tempdir = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _start(model: str, arguments: Mapping[str, Any]) -> Any:
+    # Deprecations inside vLLM and torch are not the reader's to mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm|torch")
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise ConfigError(
+            f"vLLM cannot be imported: {error}",
+            hint="install an engine: `make setup` for the CPU build, or `pip install vllm` on a GPU machine",
+        ) from error
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ConfigError(
+                f"engine.{name}: this vLLM has no such argument" + (f"; did you mean {near[0]}?" if near else ""),
+                hint="engine arguments are passed to vLLM as they are",
+            )
+    defaults: dict[str, Any] = {"disable_log_stats": True, "use_tqdm_on_load": False}
+    if is_cpu_build():
+        defaults |= {"enforce_eager": True}
+    try:
+        args = AsyncEngineArgs(model=model, **{**defaults, **arguments})
+        config = args.create_engine_config()
+        if is_cpu_build():
+            # Set after the config was made: the CPU platform forces spawn while it is made. Fork inherits the imports.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=bool(args.disable_log_stats))
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(
+            f"the engine does not start with model {model!r}: {error}",
+            hint="check `model` and `engine`; `prefix-recovery model smollm2 DIR` makes a small real model",
+        ) from error

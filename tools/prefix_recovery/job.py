@@ -1,0 +1,200 @@
+"""`prefix-recovery run`: from a config to an exit code.
+
+Owns: the order of a run (lock, read, engine, restore, loop, last snapshot, release), signals, exit codes.
+Does not know: how samples are dispatched (dispatch.py), how tokens are captured.
+
+Invariants:
+1. Whatever happens, the output's lock and the engine are released, in that the kernel or the next run ends them.
+2. SIGTERM and SIGINT end in a snapshot within `grace_s`; a second signal ends at once.
+3. Nothing is said to be done that is not: exit 0 means that every prompt has its result exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefix_recovery.dispatch import Dispatch, Outcome, first_stop
+from prefix_recovery.engine import Engine
+from prefix_recovery.processes import descendants
+from prefix_recovery.progress import Progress
+from prefix_recovery.prompts import BadLine, PromptFile, Sample, read_prompts
+from prefix_recovery.results import OutputLock, Results, write_errors
+from prefix_recovery.tally import Tally
+from recovery.config import JobConfig, effective_mode
+from recovery.coordinator import Attempt
+from recovery.errors import EngineDead, RecoveryError
+from recovery.protocol import Verdict
+from vllm_hooks import RecoverySession, surface
+from vllm_hooks.fingerprint import engine_fields
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the command line adds to a config."""
+
+    strict_input: bool = False
+    quiet: bool = False
+    tally: Path | None = None
+
+
+def run_job(config: JobConfig, options: RunOptions) -> int:
+    """Run or continue a job. Returns the exit code; raises RecoveryError for what stops it."""
+    output = Path(config.output)
+    file = read_prompts(config.prompts, strict=options.strict_input)
+    lock = OutputLock(output)
+    for leftover in lock.acquire():
+        print(f"ended process {leftover.pid}, left over from a run that died", file=sys.stderr)
+    results = Results(output)
+    try:
+        results.open()
+        return _Run(config, options, file, lock, results).go()
+    finally:
+        results.close()
+        lock.release()
+
+
+class _Run:
+    def __init__(
+        self, config: JobConfig, options: RunOptions, file: PromptFile, lock: OutputLock, results: Results
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._file = file
+        self._lock = lock
+        self._results = results
+        self._samples = list(file.samples(config.samples_per_prompt))
+        self._signal: signal.Signals | None = None
+        self._last: Attempt | None = None
+
+    def go(self) -> int:
+        errors = Path(self._config.output + ".errors.jsonl")
+        missing = [s for s in self._samples if (s.prompt.id, s.index) not in self._results.done]
+        progress = self._progress()
+        for line in self._file.bad:
+            progress.say(f"{self._file.path} line {line.line}: {line.error}")
+        try:
+            outcome = self._with_engine(progress) if missing else Outcome()
+        finally:
+            progress.close()
+        bad = self._file.bad + outcome.bad
+        if bad or errors.exists():
+            write_errors(errors, ({"line": b.line, "id": b.id, "error": b.error} for b in bad))
+        return self._exit_code(outcome, bad, progress)
+
+    def _progress(self) -> Progress:
+        wanted = {(s.prompt.id, s.index) for s in self._samples}
+        done = len(self._results.done & wanted)
+        self._captured: Any = lambda: 0
+        return Progress(len(self._samples), done, lambda: self._captured(), quiet=self._options.quiet)
+
+    def _exit_code(self, outcome: Outcome, bad: list[BadLine], progress: Progress) -> int:
+        missing = [s for s in self._samples if (s.prompt.id, s.index) not in self._results.done]
+        if self._signal is not None:
+            return self._stopped(len(missing), progress)
+        progress.say(
+            f"{len(self._samples) - len(missing)} of {len(self._samples)} results in {self._results.path}"
+            + (f", {len(bad)} without one: see {self._results.path}.errors.jsonl" if bad else "")
+        )
+        if bad:
+            return 3
+        return 0 if not missing else 1
+
+    def _stopped(self, n_missing: int, progress: Progress) -> int:
+        assert self._signal is not None
+        progress.say(f"stopped by {self._signal.name}; run the same command to continue ({n_missing} to go)")
+        if self._last is not None and self._last.verdict is not Verdict.PUBLISHED:
+            progress.say(f"the last snapshot was not published ({self._last.step}): {self._last.error}")
+            return 1
+        return 128 + int(self._signal)
+
+    def _with_engine(self, progress: Progress) -> Outcome:
+        began = time.monotonic()
+        engine = Engine(self._config.model, self._config.engine)
+        try:
+            self._lock.note(descendants(os.getpid()))
+            progress.say(f"engine ready after {time.monotonic() - began:.0f} s")
+            session = self._open_session(engine.llm, progress)
+            return asyncio.run(self._loop(engine.llm, session, progress))
+        finally:
+            engine.close()
+
+    def _open_session(self, llm: Any, progress: Progress) -> RecoverySession:
+        block = self._config.rollout_checkpointing
+        if effective_mode(block) == "off":
+            return RecoverySession.open(block)
+        must, recorded = engine_fields(llm)
+        must["job.samples_per_prompt"] = self._config.samples_per_prompt
+        session = RecoverySession.open(
+            block, must=must, recorded=recorded, stop=surface.stop_rules(llm), keeps_results=True
+        )
+        self._captured = lambda: session.counters.tokens_captured
+        restored = session.restored
+        assert restored is not None
+        for item in restored.passed_over:
+            progress.say(f"passed over {item.what}: {item.reason}")
+        if restored.snapshot is not None or restored.adopted_segments:
+            progress.say(
+                f"continuing from snapshot {restored.snapshot or 'none'}, {restored.adopted_segments} later segments: "
+                f"{len(restored.calls)} calls in flight, {restored.tokens_reused} tokens of them kept"
+            )
+        return session
+
+    async def _loop(self, llm: Any, session: RecoverySession, progress: Progress) -> Outcome:
+        stop = asyncio.Event()
+        self._catch_signals(stop)
+        tally = Tally(self._options.tally, len(self._samples)) if self._options.tally else None
+        session.start()
+        dispatch = Dispatch(self._config, llm, session, self._results, self._samples, progress, tally)
+        todo: list[Sample] = dispatch.match()
+        progress.finished(dispatch.outcome.rows_from_store)
+        try:
+            async with asyncio.TaskGroup() as group:
+                run = group.create_task(dispatch.run(todo, stop))
+                ticker = group.create_task(_tick(progress))
+                run.add_done_callback(lambda task: ticker.cancel())
+        except BaseExceptionGroup as group_error:
+            error = first_stop(group_error)
+            await session.stop(last_snapshot=False)
+            if surface.is_engine_dead(error):
+                raise EngineDead(
+                    f"the engine died: {error or 'its process is gone'}",
+                    hint="run the same command again: it continues from what was saved",
+                ) from error
+            raise error from group_error
+        self._last = await session.stop(
+            timeout_s=None if self._signal is None else self._config.rollout_checkpointing.grace_s
+        )
+        outcome = dispatch.outcome
+        outcome.tokens_decoded = session.counters.tokens_captured
+        outcome.tokens_reused = session.counters.tokens_reused
+        return outcome
+
+    def _catch_signals(self, stop: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+
+        def caught(number: signal.Signals) -> None:
+            if self._signal is not None:
+                os._exit(128 + int(number))
+            self._signal = number
+            stop.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, caught, number)
+
+
+async def _tick(progress: Progress) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        progress.tick()
+
+
+def describe(error: RecoveryError) -> str:
+    """An error for the terminal: what happened, then what to do."""
+    return f"prefix-recovery: {error.message}" + (f"\n  {error.hint}" if error.hint else "")

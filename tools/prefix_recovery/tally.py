@@ -1,0 +1,33 @@
+"""Counts that survive SIGKILL: for each sample, tokens at the start of a run and tokens decoded in it.
+
+Owns: a memory-mapped file of int64, shape (2, samples): row 0 the prefix each sample started with, row 1 the tokens
+that the engine delivered for it in this run. The kernel keeps the pages when the process is killed.
+Does not know: why anybody counts. `run --tally FILE` writes it; the demo and the tests read it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Tally:
+    """Written by one run. Not durable against power loss: it is a measurement, not a record."""
+
+    def __init__(self, path: Path, n_samples: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._counts = np.memmap(path, dtype="<i8", mode="w+", shape=(2, max(1, n_samples)))
+
+    def started(self, sample: int, n_prefix: int) -> None:
+        self._counts[0, sample] = n_prefix
+
+    def decoded(self, sample: int, n_tokens: int) -> None:
+        self._counts[1, sample] += n_tokens
+
+
+def read_tally(path: Path) -> npt.NDArray[np.int64]:
+    """Shape (2, samples); see the module."""
+    counts = np.fromfile(path, dtype="<i8")
+    return counts.reshape(2, -1).astype(np.int64)

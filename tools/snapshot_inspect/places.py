@@ -1,0 +1,131 @@
+"""From an address to a store, or to the stores of a folder.
+
+Owns: opening for reading, what is said when there is no store, what lies in a store's folder and is no object, the
+choice of codecs.
+Does not know: what is in a store.
+
+Invariants:
+1. Nothing is created, also not a folder.
+2. A message names the address as it was typed.
+3. Codecs, and Arrow with them, are loaded when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from recovery.errors import NoStore
+from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
+from recovery.snapshots import FORMAT_KEY, check_root
+from storage_backends import open_store
+from storage_backends.keys import TEMPORARY, is_key
+from storage_backends.local import LocalStore
+from storage_backends.posix import told
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A store whose format mark was read and understood."""
+
+    address: str
+    store: ObjectStore
+    mark: dict[str, Any]
+
+
+def open_place(address: str) -> Place:
+    """The store at `address`. Raises NoStore, FormatNotUnderstood, or what the storage system says."""
+    store = open_store(address)
+    try:
+        return Place(address, store, check_root(store))
+    except NoStore as error:
+        below = stores_below(store)
+        if not below:
+            raise NoStore(f"there is no store at {address}: it has no {FORMAT_KEY}", hint=error.hint) from None
+        names = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
+        raise NoStore(
+            f"{address} is no store, but a folder with {len(below)} of them ({names})",
+            hint="list them: snapshot-inspect list STORE",
+        ) from None
+
+
+def open_folder(address: str) -> list[tuple[str, str]]:
+    """(name, address) of every store right below `address`; empty if it is a store itself. Raises NoStore."""
+    store = open_store(address)
+    try:
+        check_root(store)
+        return []
+    except NoStore as error:
+        below = stores_below(store)
+        if not below:
+            message = f"there is no store at {address}: neither it nor a folder right below it has a {FORMAT_KEY}"
+            raise NoStore(message, hint=error.hint) from None
+        return [(name, os.path.join(_path(store), name)) for name in below]
+
+
+def _path(store: ObjectStore) -> str:
+    return store.root if isinstance(store, LocalStore) else ""
+
+
+def stores_below(store: ObjectStore) -> list[str]:
+    """Names of the folders right below a local root that have a format mark."""
+    root = _path(store)
+    if not root:
+        return []
+    with told("list", root), os.scandir(root) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir())
+    return [name for name in names if os.path.isfile(os.path.join(root, name, FORMAT_KEY))]
+
+
+@dataclass(frozen=True, slots=True)
+class Strangers:
+    """What a local store's folder holds beside objects."""
+
+    names: list[str]
+    unfinished: int
+
+
+def strangers(store: ObjectStore) -> Strangers:
+    """Files whose names cannot be keys, links, and the number of unfinished files; nothing for other systems."""
+    root = _path(store)
+    if not root:
+        return Strangers([], 0)
+    names, unfinished = [], 0
+    with told("list", root):
+        for path, mode in _files(root):
+            if path.startswith(TEMPORARY + "/"):
+                unfinished += 1
+            elif not is_key(path) or not stat.S_ISREG(mode):
+                names.append(path)
+    return Strangers(sorted(names), unfinished)
+
+
+def _files(root: str) -> Iterator[tuple[str, int]]:
+    """Everything below `root` that is no folder, as (path from there, mode); what vanishes meanwhile is left out."""
+    for folder, folders, files in os.walk(root):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        for name in (*files, *links):
+            path = os.path.join(folder, name)
+            try:
+                mode = os.lstat(path).st_mode
+            except FileNotFoundError:
+                continue
+            yield os.path.relpath(path, root), mode
+
+
+@cache
+def segment_codec() -> SegmentCodec:
+    from storage_backends.arrow_segments import ArrowSegmentCodec
+
+    return ArrowSegmentCodec()
+
+
+@cache
+def ledger_codec() -> LedgerCodec:
+    from storage_backends.arrow_ledger import ArrowLedgerCodec
+
+    return ArrowLedgerCodec()

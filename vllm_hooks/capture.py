@@ -1,0 +1,143 @@
+"""The reference capture: a proxy of the engine whose `generate` freezes every token it hands on.
+
+Owns: the order capture -> fence -> terminal for one call, and which requests are passed through uncaptured.
+Does not know: stores, snapshots, threads. It talks to one RecoverySession on the engine's event loop.
+
+Invariants:
+1. A token is in the call's buffer before the caller sees it.
+2. A call is terminal only with stop, length or repetition; an abort, an error or a silent end is a cut, and the call
+   can be carried on (spec: completeness rule).
+3. An abandoned generator still aborts the engine's request.
+4. With mode `off` this class is not in the path at all: `RecoverableEngine(engine, session)` is `engine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from recovery import resume
+from recovery.calls import LiveCall
+from recovery.model import FINISH_REASONS, Request
+from vllm_hooks import surface
+from vllm_hooks.outputs import Assembly
+from vllm_hooks.session import RecoverySession
+
+
+class RecoverableEngine:
+    """An engine with the same `generate`, whose calls survive the process.
+
+    Args:
+        engine: a vLLM AsyncLLM (or anything with its `generate`).
+        session: what captured tokens go to. If its mode is `off`, the engine itself is returned.
+
+    `request_id` names the call across processes: the same id with the same prompt and sampling after a crash is the
+    same call, and is carried on from its saved tokens. Everything else is delegated to the engine.
+    """
+
+    def __new__(cls, engine: Any, session: RecoverySession) -> Any:
+        return super().__new__(cls) if session.capturing else engine
+
+    def __init__(self, engine: Any, session: RecoverySession) -> None:
+        self._engine = engine
+        self._session = session
+        self._tokenizer = surface.tokenizer_of(engine)
+        self._stop = surface.stop_rules(engine)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **arguments: Any
+    ) -> AsyncGenerator[Any, None]:
+        """As AsyncLLM.generate. Raises what the engine raises, and InputError for a request that is refused."""
+        session = self._session
+        ids, engine_input, uncaptured = await surface.prompt_token_ids(self._engine, prompt)
+        if not uncaptured and sampling_params.n != 1:
+            uncaptured = "n"
+        if ids is None or uncaptured:
+            session.note_uncaptured(request_id, uncaptured)
+            async for output in self._engine.generate(prompt, sampling_params, request_id, **arguments):
+                yield output
+            return
+        request = self._request(request_id, ids, sampling_params, arguments)
+        session.note_restart_only(request)
+        call = await session.admit(request, self._stop)
+        stream = self._captured(call, engine_input, sampling_params, request_id, arguments)
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                yield output
+
+    def _request(self, request_id: str, ids: Any, params: Any, arguments: dict[str, Any]) -> Request:
+        sampling = surface.sampling_fields(params)
+        lora = arguments.get("lora_request")
+        extra = {"lora_request": lora.lora_name} if lora is not None else {}
+        return Request(
+            rollout=request_id,
+            prompt_token_ids=ids,
+            sampling=sampling,
+            extra=extra,
+            restart_only=resume.restart_only(sampling, extra),
+            source_digest=self._session.source_digests.get(request_id, ""),
+        )
+
+    async def _captured(
+        self, call: LiveCall, engine_input: Any, params: Any, request_id: str, arguments: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        session = self._session
+        prompt_ids = [int(token) for token in call.request.prompt_token_ids]
+        assembly = Assembly(
+            params, request_id, prompt_ids, self._tokenizer, call.transcript_ids, call.transcript_logprobs
+        )
+        if call.ended is not None:
+            yield assembly.finished(call.ended.finish_reason, call.ended.stop_reason)
+            return
+        plan = self._plan(call)
+        if isinstance(plan, resume.Finish):
+            await session.terminal(call, plan.finish_reason, plan.stop_reason)
+            yield assembly.finished(plan.finish_reason, plan.stop_reason)
+            return
+        if isinstance(plan, resume.Resume):
+            engine_input = surface.token_prompt([*prompt_ids, *call.transcript_ids], like=engine_input)
+            engine_params = surface.resuming_params(params, plan)
+        else:
+            engine_params = surface.capturing_params(params)
+        try:
+            stream = self._engine.generate(engine_input, engine_params, request_id, **arguments)
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    shaped = await self._take(call, output, assembly)
+                    if shaped is not None:
+                        yield shaped
+        except Exception as error:
+            if surface.is_engine_dead(error):
+                session.engine_died(error)
+            raise
+        finally:
+            session.left(call)
+
+    def _plan(self, call: LiveCall) -> resume.ResumePlan:
+        n = len(call.transcript_ids)
+        return resume.plan(call.request, n, call.transcript_ids[-1] if n else None, self._stop)
+
+    async def _take(self, call: LiveCall, output: Any, assembly: Assembly) -> Any | None:
+        """One engine output: into the buffer first, then to the caller. No await before the buffer has it."""
+        completion = output.outputs[0]
+        logprobs = surface.sampled_logprobs(completion.token_ids, completion.logprobs)
+        self._session.captured(call, completion.token_ids, logprobs)
+        shaped = assembly.add(output)
+        if completion.finish_reason in FINISH_REASONS:
+            await self._session.terminal(call, completion.finish_reason, completion.stop_reason)
+        return shaped
+
+
+async def drain(stream: AsyncGenerator[Any, None]) -> Any:
+    """The last output of a `generate` stream."""
+    last = None
+    async for output in stream:
+        last = output
+    if last is None:
+        raise asyncio.InvalidStateError("the engine ended a stream without an output")
+    return last

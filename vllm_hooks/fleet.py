@@ -1,0 +1,125 @@
+"""The coordinator's view of one capturing process: every step of a snapshot, carried to the event loop.
+
+Owns: how a call from the coordinator's thread is done on the loop, and how long it may take.
+Does not know: the protocol's order, the format.
+
+Invariants:
+1. What runs on the loop is synchronous: the cut is one function between two engine outputs.
+2. Every wait has a deadline; a loop that does not answer costs one snapshot, nothing else.
+3. Exactly the hold acquired for this snapshot is released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from recovery.admission.holds import Hold, HoldKind
+from recovery.errors import EngineDead, RecoveryError, SnapshotAbandoned
+from recovery.staging import Staged
+
+if TYPE_CHECKING:
+    from vllm_hooks.session import RecoverySession
+
+T = TypeVar("T")
+
+_UNDO_TIMEOUT_S = 10.0
+
+
+class LoopFleet:
+    """recovery.coordinator.Fleet for one process."""
+
+    def __init__(self, session: RecoverySession) -> None:
+        self._session = session
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hold: Hold | None = None
+        self._flush: Future[RecoveryError | None] | None = None
+        self.cut_s = 0.0
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def acquire_hold(self, reason: str, timeout_s: float) -> None:
+        def acquire() -> None:
+            self._hold = self._session.gate.acquire(HoldKind.CUT, "coordinator", reason, time.time())
+            self._session.set_gate()
+
+        self._on_loop(acquire, timeout_s)
+
+    def release_hold(self) -> None:
+        def release() -> None:
+            hold, self._hold = self._hold, None
+            if hold is not None:
+                self._session.gate.release(hold)
+                self._session.set_gate()
+
+        self._on_loop(release, _UNDO_TIMEOUT_S)
+
+    def raise_fence(self, timeout_s: float) -> None:
+        self._on_loop(lambda: self._session.set_fence(True), timeout_s)
+
+    def lower_fence(self) -> None:
+        self._on_loop(lambda: self._session.set_fence(False), _UNDO_TIMEOUT_S)
+
+    def prepare(self, timeout_s: float) -> Mapping[str, bytes]:
+        opened = self._session.opened
+        assert opened is not None
+        return opened.states
+
+    def resume(self, published: bool) -> None:
+        """No participant of this process holds anything while a snapshot is taken."""
+
+    def cut(self, timeout_s: float) -> None:
+        session = self._session
+
+        def cut() -> None:
+            if session.dead_engine is not None:
+                raise EngineDead(
+                    f"the engine died: {session.dead_engine}", hint="run the same command again to continue the job"
+                )
+            began = time.perf_counter()
+            captured = session.table.freeze()
+            self.cut_s = time.perf_counter() - began
+            self._flush = session.stager.flush(captured)
+
+        self._on_loop(cut, timeout_s)
+
+    def stage(self, timeout_s: float) -> list[Staged]:
+        assert self._flush is not None
+        try:
+            error = self._flush.result(timeout_s)
+        except TimeoutError:
+            raise SnapshotAbandoned(
+                f"the cut was not stored within the {timeout_s:.1f} s that were left",
+                hint="look at the store's back end; the tokens go with the next flush",
+            ) from None
+        if error is not None:
+            raise error
+        return self._session.stager.take_staged()
+
+    def _on_loop(self, work: Callable[[], T], timeout_s: float) -> T:
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            raise SnapshotAbandoned("the event loop is gone", hint="nothing to do: the job is ending")
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        loop.call_soon_threadsafe(run)
+        try:
+            return done.result(timeout_s)
+        except TimeoutError:
+            done.cancel()
+            raise SnapshotAbandoned(
+                f"the event loop did not answer within {timeout_s:.1f} s",
+                hint="something blocks the loop that consumes the engine",
+            ) from None

@@ -1,0 +1,113 @@
+"""From a configuration to a restored store: which parts are put together, and in which order.
+
+Owns: the choice of codec and store, the real clock and randomness, and the sequence claim, choose, restore.
+Does not know: the event loop, capture.
+
+Invariant:
+1. The epoch is claimed before anything is read for a decision: from then on the predecessor can publish nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recovery.codec import fingerprint
+from recovery.config import CheckpointingConfig
+from recovery.ledger import Ledger
+from recovery.model import CallId
+from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
+from recovery.publication import Publication
+from recovery.reading import Transcript, read_transcripts
+from recovery.restore import Restored, choose, compatibility_record, restore
+from recovery.resume import StopRules
+from recovery.slots import SlotLog
+from recovery.snapshots import make_root
+from storage_backends import open_store
+from storage_backends.arrow_ledger import ArrowLedgerCodec
+from storage_backends.arrow_segments import ArrowSegmentCodec
+
+
+class SystemClock:
+    """recovery.ports.Clock."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def utc(self) -> float:
+        return time.time()
+
+
+class SystemEntropy:
+    """recovery.ports.Entropy."""
+
+    def hex(self, nbytes: int) -> str:
+        return secrets.token_hex(nbytes)
+
+
+@dataclass(slots=True)
+class Opened:
+    """A claimed and restored store with its parts."""
+
+    store: ObjectStore
+    segments: SegmentCodec
+    ledgers: LedgerCodec
+    clock: SystemClock
+    entropy: SystemEntropy
+    publication: Publication
+    restored: Restored
+    states: Mapping[str, bytes]
+    fingerprint: str
+
+
+def open_store_for(
+    config: CheckpointingConfig,
+    must: Mapping[str, Any],
+    recorded: Mapping[str, Any],
+    stop: StopRules,
+    *,
+    owner: str,
+    exactness: str,
+) -> Opened:
+    """Open (or make) the store of `config`, claim its next epoch and restore. Raises RecoveryError and its kin."""
+    assert config.store is not None
+    store = open_store(config.store, create=True)
+    clock, entropy = SystemClock(), SystemEntropy()
+    make_root(store, entropy)
+    segments, ledgers = ArrowSegmentCodec(), ArrowLedgerCodec()
+    log = SlotLog(store, clock, entropy, owner or f"{socket.gethostname()} pid {os.getpid()}")
+    log.claim()
+    chosen = choose(store, segments, ledgers, log.tail, config.restore, must)
+    ledger = chosen.loaded.ledger if chosen.loaded else Ledger()
+    publication = Publication(store, segments, ledgers, entropy, log, ledger, keep_latest_k=config.keep_latest_k)
+    if chosen.loaded:
+        publication.writer.adopt(chosen.loaded.objects)
+        publication.start_from([item.ref.key for item in chosen.loaded.objects], chosen.loaded.snapshot.states)
+    states = {"job": compatibility_record(must, recorded)}
+    hexes = fingerprint(must)
+    restored = restore(
+        publication,
+        store,
+        segments,
+        ledgers,
+        chosen,
+        choice=config.restore,
+        keep_latest_k=config.keep_latest_k,
+        stop=stop,
+        states=lambda found: states,
+        fingerprint_hex=hexes,
+        exactness=exactness,
+    )
+    return Opened(store, segments, ledgers, clock, entropy, publication, restored, states, hexes)
+
+
+def read_ended(opened: Opened, call_ids: list[CallId]) -> dict[CallId, Transcript]:
+    """Transcripts of calls that are in the ledger, from the store."""
+    ledger = opened.publication.ledger
+    entries = [entry for entry in (ledger.get(call_id) for call_id in call_ids) if entry is not None]
+    return read_transcripts(opened.store, opened.segments, ledger, entries)

@@ -1,0 +1,117 @@
+"""From the engine's deltas to the outputs the caller asked for: DELTA, CUMULATIVE or FINAL_ONLY, whole or resumed.
+
+Owns: the shape of what `RecoverableEngine.generate` yields.
+Does not know: buffers, sessions, stores.
+
+Invariants:
+1. What the caller did not ask for is not there: no logprobs, no text without detokenize (case L4).
+2. A resumed call looks like one that was never interrupted: original prompt, all tokens, all logprobs, whole text,
+   one cumulative logprob; a DELTA caller gets the prefix as its first delta.
+3. The last output is the engine's object with its own finish and stop reason.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from vllm_hooks import surface
+
+
+class Assembly:
+    """The outputs of one call as its caller wants them."""
+
+    def __init__(
+        self,
+        params: Any,
+        request_id: str,
+        prompt_ids: list[int],
+        tokenizer: Any | None,
+        prefix_ids: array[int],
+        prefix_logprobs: array[float],
+    ) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        self._kind = params.output_kind
+        self._delta = params.output_kind == RequestOutputKind.DELTA
+        self._final_only = params.output_kind == RequestOutputKind.FINAL_ONLY
+        self._wants_logprobs = params.logprobs is not None
+        self._request_id = request_id
+        self._prompt_ids = prompt_ids
+        self._ids: list[int] = list(prefix_ids)
+        self._text = ""
+        self._logprobs: list[Any] = []
+        self._resumed = len(prefix_ids) > 0
+        self._prefix_logprob = float(sum(prefix_logprobs)) if self._resumed else 0.0
+        self._unsent = len(self._ids)
+        self._detokenizer = None
+        if self._resumed:
+            self._detokenizer = surface.detokenizer(tokenizer, params, prompt_ids, request_id)
+            self._detokenizer.update(list(prefix_ids), False)
+            if self._wants_logprobs:
+                self._logprobs = surface.logprob_entries(prefix_ids, prefix_logprobs, tokenizer)
+
+    def add(self, output: Any) -> Any | None:
+        """The engine's delta, turned into what the caller is given now, or None."""
+        completion = output.outputs[0]
+        fresh = list(completion.token_ids)
+        self._ids.extend(fresh)
+        if self._detokenizer is not None:
+            by_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+            self._detokenizer.update(fresh, by_token)
+            text = self._detokenizer.get_next_output_text(output.finished, True)
+        else:
+            text = completion.text
+        self._text += text
+        if self._wants_logprobs and completion.logprobs is not None:
+            self._logprobs.extend(completion.logprobs)
+        if self._final_only and not output.finished:
+            return None
+        self._shape(output, completion, fresh, text)
+        return output
+
+    def _shape(self, output: Any, completion: Any, fresh: list[int], text: str) -> None:
+        if self._resumed:
+            output.prompt_token_ids = self._prompt_ids
+            if completion.cumulative_logprob is not None:
+                completion.cumulative_logprob += self._prefix_logprob
+        if self._delta:
+            first = self._unsent
+            self._unsent = 0
+            completion.token_ids = self._ids[:first] + fresh if first else fresh
+            completion.text = text
+            if self._wants_logprobs:
+                completion.logprobs = self._logprobs if first else completion.logprobs
+                self._logprobs = []
+        else:
+            completion.token_ids = list(self._ids)
+            completion.text = self._text
+            completion.logprobs = list(self._logprobs) if self._wants_logprobs else None
+        if not self._wants_logprobs:
+            completion.logprobs = None
+            completion.cumulative_logprob = None
+
+    def finished(self, finish_reason: str, stop_reason: int | str | None) -> Any:
+        """The last output of a call whose tokens all were saved: the engine is not asked again."""
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        text = ""
+        if self._detokenizer is not None:
+            text = self._detokenizer.get_next_output_text(True, True)
+        completion = CompletionOutput(
+            index=0,
+            text=self._text + text,
+            token_ids=list(self._ids),
+            cumulative_logprob=self._prefix_logprob if self._wants_logprobs else None,
+            logprobs=self._logprobs if self._wants_logprobs else None,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt=None,
+            prompt_token_ids=self._prompt_ids,
+            prompt_logprobs=None,
+            outputs=[completion],
+            finished=True,
+        )

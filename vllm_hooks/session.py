@@ -1,0 +1,461 @@
+"""The composition root of one capturing process: store, restore, staging, snapshots, and the loop they meet on.
+
+Owns: the lifetime of the coordinator thread and the stager, the fence, the admission gate, the wish to flush.
+Does not know: vLLM's classes (surface.py), prompts files, outputs.
+
+Threads: everything named `on the loop` runs on the one event loop that consumes the engine; the coordinator runs in a
+thread of its own and reaches the loop through LoopFleet; the stager has a third. The loop never touches the store.
+
+Invariants:
+1. Between two outputs of the engine a cut is one synchronous function on the loop; it has no await and copies nothing.
+2. While the fence is up terminal results wait and decoding goes on.
+3. A periodic flush is skipped and counted while the stager is busy; its tokens go with the next one.
+4. No snapshot is taken from a dead engine (case W12); what was captured is still flushed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recovery import codec as digests
+from recovery import resume
+from recovery.admission.holds import AdmissionGate
+from recovery.calls import CallTable, LiveCall
+from recovery.config import CheckpointingConfig, effective_mode
+from recovery.coordinator import Attempt, Coordinator, InOneThread
+from recovery.errors import EngineDead, Fenced, InputError, RecoveryError
+from recovery.ledger import EndedAt, Entry, Ledger
+from recovery.model import CallId, PolicyVersion, Request, Restore
+from recovery.protocol import Verdict
+from recovery.reading import Transcript
+from recovery.restore import Restored, RestoredCall
+from recovery.resume import StopRules
+from recovery.staging import Staged, Stager
+from vllm_hooks.fleet import LoopFleet
+from vllm_hooks.opening import Opened, open_store_for, read_ended
+
+_JOIN_SLACK_S = 15.0
+"""Beyond a snapshot's own deadline: the undo steps of an abandoned one."""
+
+
+@dataclass(slots=True)
+class SessionCounters:
+    """Since the start of this process."""
+
+    tokens_captured: int = 0
+    tokens_reused: int = 0
+    snapshots: int = 0
+    snapshots_abandoned: int = 0
+    uncaptured: dict[str, int] = field(default_factory=dict)
+    restart_only: dict[str, int] = field(default_factory=dict)
+    last_snapshot: int | None = None
+    last_abandoned: str = ""
+
+
+class RecoverySession:
+    """What a RecoverableEngine captures into. Make one with `open`, inside or before the engine's event loop.
+
+    `source_digests` maps a request id to the digest of the caller's own row, recorded with the call.
+    `version` is the policy version that samples from here on; set it after a weight update.
+    `on_tokens`, if set, is told on the loop of each captured engine output: the call and its number of new tokens.
+    """
+
+    def __init__(self, config: CheckpointingConfig, opened: Opened | None, *, keeps_results: bool = False) -> None:
+        self._config = config
+        self.keeps_results = keeps_results
+        self.opened = opened
+        self.capturing = opened is not None
+        self.counters = SessionCounters()
+        self.source_digests: Mapping[str, str] = {}
+        self.version = PolicyVersion()
+        self.on_tokens: Callable[[LiveCall, int], None] | None = None
+        self.gate = AdmissionGate()
+        self.table = CallTable()
+        self.failure: RecoveryError | None = None
+        self.dead_engine: BaseException | None = None
+        self._restored: dict[CallId, RestoredCall] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._fence_down: asyncio.Event | None = None
+        self._gate_open: asyncio.Event | None = None
+        self._durable: dict[CallId, asyncio.Future[None]] = {}
+        self._results: dict[str, LiveCall] = {}
+        self._flush_wanted = self._flush_scheduled = False
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Condition()
+        self._wanted: str | None = None
+        self._stopping = self._last_wanted = False
+        self._last_timeout_s: float | None = None
+        self._last: Attempt | None = None
+        flush = config.gym.generation_chunk_flush_tokens
+        # Begun at three quarters, so that it is durable by the time the bound is reached.
+        self._flush_at = max(1, flush - max(1, flush // 4)) if flush else 0
+        if opened is not None:
+            self._wire(opened)
+
+    # ---- opening and closing -----------------------------------------------------------------------------------
+
+    @classmethod
+    def open(
+        cls,
+        config: CheckpointingConfig,
+        *,
+        must: Mapping[str, Any] | None = None,
+        recorded: Mapping[str, Any] | None = None,
+        stop: StopRules | None = None,
+        owner: str = "",
+        exactness: str = "statistical",
+        keeps_results: bool = False,
+    ) -> RecoverySession:
+        """Claim the store, restore from it, and be ready to capture. Does I/O; call it off the event loop.
+
+        Args:
+            config: the block `rollout_checkpointing`.
+            must: fields of which a difference refuses a restore (fingerprint.py makes them from an engine).
+            recorded: fields that are written down and lower the grade of a restore when they differ.
+            stop: what ends a call in the engine (surface.stop_rules).
+            owner: who this is, for people.
+            exactness: the grade that the engine earned; no result claims more.
+            keeps_results: an ended call is kept until it was asked for with `durable`.
+
+        Raises RecoveryError and its kin: see recovery.errors for the exit codes.
+        """
+        if effective_mode(config) == "off":
+            return cls(config, None, keeps_results=keeps_results)
+        opened = open_store_for(
+            config, must or {}, recorded or {}, stop or StopRules((), 1 << 30), owner=owner, exactness=exactness
+        )
+        return cls(config, opened, keeps_results=keeps_results)
+
+    def _wire(self, opened: Opened) -> None:
+        self._restored = {call.entry.call_id: call for call in opened.restored.calls}
+        self.counters.tokens_reused = opened.restored.tokens_reused
+        self.stager = Stager(
+            opened.store,
+            opened.segments,
+            opened.entropy,
+            epoch=opened.publication.log.epoch,
+            worker="w0",
+            on_staged=self._on_staged,
+        )
+        self.fleet = LoopFleet(self)
+        self._coordinator = Coordinator(
+            opened.publication,
+            self.fleet,
+            opened.clock,
+            timeout_s=self._config.snapshot_timeout_s,
+            fingerprint=opened.fingerprint,
+            run=InOneThread(),
+        )
+
+    def start(self) -> None:
+        """Bind to the running event loop and begin to take snapshots. Call it on the loop, once."""
+        if not self.capturing:
+            return
+        self._loop = asyncio.get_running_loop()
+        self._fence_down, self._gate_open = asyncio.Event(), asyncio.Event()
+        self._fence_down.set()
+        self._gate_open.set()
+        self.fleet.bind(self._loop)
+        self._thread = threading.Thread(target=self._snapshots, name="coordinator", daemon=True)
+        self._thread.start()
+
+    async def stop(self, *, last_snapshot: bool = True, timeout_s: float | None = None) -> Attempt | None:
+        """Take a last snapshot if wanted and possible, stop taking more, close the stager. Returns the last one."""
+        if not self.capturing or self._thread is None:
+            return None
+        with self._wake:
+            self._stopping = True
+            self._last_wanted = last_snapshot
+            self._last_timeout_s = timeout_s
+            self._wake.notify_all()
+        await asyncio.to_thread(self._thread.join, (timeout_s or self._config.snapshot_timeout_s) + _JOIN_SLACK_S)
+        if self._last is None and not self._thread.is_alive():
+            # Nothing more is published, but what was captured is worth a segment that the next run adopts.
+            await asyncio.wait({asyncio.wrap_future(self.stager.flush(self.table.freeze()))}, timeout=timeout_s)
+        self.gate.close()
+        await asyncio.to_thread(self.stager.close, wait=not self.stager.busy)
+        return self._last
+
+    # ---- on the loop: what capture calls -----------------------------------------------------------------------
+
+    async def admit(self, request: Request, stop: StopRules) -> LiveCall:
+        """The live call for a request: new, carried on from a restore, or carried on after an interruption."""
+        while not self.gate.open:
+            self._raise_if_failed()
+            assert self._gate_open is not None
+            await self._gate_open.wait()
+        self._raise_if_failed()
+        digest = digests.request_digest(request)
+        call_id = digests.call_id(request.rollout, request.turn, digest)
+        live = self.table.get(call_id)
+        if live is not None:
+            return self._again(live, stop)
+        restored = self._restored.pop(call_id, None)
+        if restored is not None:
+            keep = not isinstance(restored.plan, resume.Restart)
+            return self._bring_back(restored.entry, restored.transcript, keep=keep)
+        known = self._ledger.get(call_id)
+        if known is not None and known.ended is not None:
+            transcripts = await asyncio.to_thread(self.read_ended, [call_id])
+            live = self.table.get(call_id)  # the same request may have come twice meanwhile
+            return self._again(live, stop) if live else self._bring_back(known, transcripts[call_id], keep=True)
+        return self.table.open(request, call_id, 0)
+
+    def _bring_back(self, entry: Entry, transcript: Transcript, *, keep: bool) -> LiveCall:
+        call = self.table.carry_on(
+            transcript.request,
+            entry.call_id,
+            entry.attempt,
+            transcript.token_ids.tolist() if keep else (),
+            transcript.logprobs.tolist() if keep else (),
+            transcript.version_spans if keep else (),
+        )
+        if entry.ended is not None:
+            call.settle_as_ended(*entry.ended)
+        return call
+
+    def _again(self, live: LiveCall, stop: StopRules) -> LiveCall:
+        """The same request while its call is in the table: a retry after an abort or error goes on where it was."""
+        if live.in_use:
+            raise InputError(
+                f"request {live.request.rollout!r} is running already",
+                hint="give every concurrent request an id of its own",
+            )
+        live.in_use = True
+        if live.ended is not None:
+            return live
+        n = len(live.transcript_ids)
+        plan = resume.plan(live.request, n, live.transcript_ids[-1] if n else None, stop)
+        if n and isinstance(plan, resume.Restart):
+            self.table.forget(live.call_id)
+            return self.table.open(live.request, live.call_id, live.attempt + 1)
+        return live
+
+    def captured(self, call: LiveCall, token_ids: Any, logprobs: list[float] | None) -> None:
+        """Take one engine output into the call's buffer."""
+        call.append(token_ids, logprobs, self.version)
+        self.counters.tokens_captured += len(token_ids)
+        if self.on_tokens is not None:
+            self.on_tokens(call, len(token_ids))
+        if self._flush_at and call.n_pending >= self._flush_at:
+            self._want_flush()
+
+    async def terminal(self, call: LiveCall, finish_reason: str, stop_reason: int | str | None) -> None:
+        """Make a call terminal as soon as no fence is up."""
+        assert self._fence_down is not None and self._loop is not None
+        await self._fence_down.wait()
+        if self.keeps_results:
+            self._durable[call.call_id] = self._loop.create_future()
+        call.end(finish_reason, stop_reason)
+        if self._flush_at:
+            self._want_flush()
+
+    def left(self, call: LiveCall) -> None:
+        """The caller's stream is over: ended, aborted or failed."""
+        call.in_use = False
+        if call.ended is not None and self.keeps_results:
+            self._results[call.request.rollout] = call
+
+    def _forget_ended(self) -> None:
+        """On the loop, after a snapshot: calls whose end the ledger has need no transcript here any more."""
+        for call in self.table.ended():
+            entry = self._ledger.get(call.call_id)
+            if not call.in_use and entry is not None and entry.ended is not None:
+                self.table.forget(call.call_id)
+
+    async def durable(self, rollout: str) -> LiveCall:
+        """The ended call of that request id, once its terminal record is in the store. Once per call.
+
+        Only with `keeps_results`. Raises what stopped the session.
+        """
+        call = self._results.pop(rollout)
+        waiter = self._durable.get(call.call_id)
+        self._raise_if_failed()
+        if waiter is not None:
+            await waiter
+            self._durable.pop(call.call_id, None)
+        return call
+
+    def note_uncaptured(self, request_id: str, kind: str) -> None:
+        """A request that passes through: nothing of it can be stored in this version."""
+        self._refuse_or_warn(request_id, kind, self.counters.uncaptured, "is not captured")
+
+    def note_restart_only(self, request: Request) -> None:
+        if request.restart_only:
+            self._refuse_or_warn(
+                request.rollout,
+                request.restart_only,
+                self.counters.restart_only,
+                "starts again after a crash",
+            )
+
+    def _refuse_or_warn(self, request_id: str, kind: str, counter: dict[str, int], what: str) -> None:
+        if self._config.unresumable == "refuse":
+            raise InputError(
+                f"request {request_id!r} is refused because of {kind}: {resume.why(kind)}",
+                hint="leave the field out, or set rollout_checkpointing.unresumable: restart",
+            )
+        counter[kind] = counter.get(kind, 0) + 1
+        if counter[kind] == 1:
+            warnings.warn(f"a request with {kind} {what}: {resume.why(kind)}", stacklevel=2)
+
+    def engine_died(self, error: BaseException) -> None:
+        """The engine process is gone: no snapshot is taken from here on, what was captured is flushed."""
+        if self.dead_engine is None:
+            self.dead_engine = error
+            self._want_flush()
+
+    # ---- on the loop: flushing ---------------------------------------------------------------------------------
+
+    def _want_flush(self) -> None:
+        self._flush_wanted = True
+        if not self._flush_scheduled and self._loop is not None:
+            # After the other consumers of this engine step have had their turn: one segment for all of them.
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if not self._flush_wanted:
+            return
+        if self.stager.busy:
+            self.stager.refuse()
+            return
+        self._flush_wanted = False
+        self.stager.flush(self.table.freeze())
+
+    def _on_staged(self, staged: Staged) -> None:
+        """In the stager's thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            ended = [at.call_id for at in staged.coordinates if isinstance(at, EndedAt)]
+            self._loop.call_soon_threadsafe(self._staged_on_loop, ended)
+
+    def _staged_on_loop(self, ended: list[CallId]) -> None:
+        for call_id in ended:
+            waiter = self._durable.get(call_id)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+        if self._flush_wanted and not self._flush_scheduled:
+            self._want_flush()
+
+    # ---- the coordinator's thread ------------------------------------------------------------------------------
+
+    def want_snapshot(self, cause: str = "request") -> None:
+        """Ask for a snapshot soon; returns at once."""
+        with self._wake:
+            self._wanted = cause
+            self._wake.notify_all()
+
+    def _take(self, cause: str, timeout_s: float | None = None) -> Attempt:
+        attempt = self._coordinator.take(cause, timeout_s)
+        counters = self.counters
+        if attempt.verdict is Verdict.PUBLISHED:
+            counters.snapshots += 1
+            counters.last_snapshot = attempt.snapshot
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._forget_ended)
+        else:
+            counters.snapshots_abandoned += 1
+            counters.last_abandoned = f"{attempt.step}: {attempt.error}"
+        if attempt.verdict is Verdict.FENCED and isinstance(attempt.error, Fenced):
+            self._fail(attempt.error)
+        return attempt
+
+    def _snapshots(self) -> None:
+        """The coordinator's thread: the only one that takes snapshots."""
+        try:
+            while True:
+                with self._wake:
+                    if self._wanted is None and not self._stopping:
+                        self._wake.wait(self._config.snapshot_interval_s)
+                    cause, self._wanted = self._wanted or "interval", None
+                    stopping = self._stopping
+                if self.failure is not None or self.dead_engine is not None:
+                    return
+                if stopping:
+                    if self._last_wanted:
+                        self._last = self._take("final", self._last_timeout_s)
+                    return
+                self._take(cause)
+        except Exception as error:
+            self._fail(EngineDead(f"the snapshot loop failed: {error!r}", hint="this is a bug; please report it"))
+            raise
+
+    def _fail(self, error: RecoveryError) -> None:
+        """From any thread: this process must stop; everybody who waits is told."""
+        self.failure = error
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail_on_loop, error)
+
+    def _fail_on_loop(self, error: RecoveryError) -> None:
+        for waiter in self._durable.values():
+            if not waiter.done():
+                waiter.set_exception(error)
+        for event in (self._fence_down, self._gate_open):
+            if event is not None:
+                event.set()
+
+    def _raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    # ---- what others read --------------------------------------------------------------------------------------
+
+    @property
+    def _ledger(self) -> Ledger:
+        assert self.opened is not None
+        return self.opened.publication.ledger
+
+    @property
+    def restored(self) -> Restored | None:
+        return self.opened.restored if self.opened is not None else None
+
+    def entries(self) -> list[Entry]:
+        """All calls that the ledger has; empty when nothing is captured."""
+        return list(self._ledger) if self.capturing else []
+
+    def has_result(self, rollout: str) -> bool:
+        """Whether `durable(rollout)` has something to give: False for a request that was not captured."""
+        return rollout in self._results
+
+    def history(self, call_id: CallId) -> tuple[Restore, ...]:
+        """What restores did to a call, as published."""
+        entry = self._ledger.get(call_id)
+        return entry.history if entry is not None else ()
+
+    @property
+    def epoch(self) -> int:
+        assert self.opened is not None
+        return self.opened.publication.log.epoch
+
+    def check_not_fenced(self) -> None:
+        """Raise Fenced if a newer coordinator took over. One small read; not on the loop."""
+        self._raise_if_failed()
+        assert self.opened is not None
+        self.opened.publication.log.check_not_fenced()
+
+    def read_ended(self, call_ids: list[CallId]) -> dict[CallId, Transcript]:
+        """Transcripts of ended calls, from the store."""
+        assert self.opened is not None
+        return read_ended(self.opened, call_ids)
+
+    def set_gate(self) -> None:
+        """On the loop: let waiting admissions see the gate."""
+        assert self._gate_open is not None
+        if self.gate.open:
+            self._gate_open.set()
+        else:
+            self._gate_open.clear()
+
+    def set_fence(self, up: bool) -> None:
+        """On the loop."""
+        assert self._fence_down is not None
+        if up:
+            self._fence_down.clear()
+        else:
+            self._fence_down.set()

@@ -1,0 +1,185 @@
+"""Everything this package asks of vLLM, in one place: the surface that a new version may move.
+
+Owns: reading SamplingParams, prompts and outputs; building a resumed request; what ends a call in an engine.
+Does not know: calls, buffers, stores.
+
+Checked on vLLM 0.32 (CPU build); by source on 0.30 to 0.33. Fields are found by introspection, never by version.
+
+Invariants:
+1. The caller's SamplingParams and prompt objects are never changed (case B9): what is changed is a clone.
+2. A field of SamplingParams that differs from its default is always reported, also one this module has never heard of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from recovery.model import Int32Array
+from recovery.resume import Resume, StopRules
+
+_DELIVERY = frozenset({"output_kind", "stream_interval", "skip_clone", "flat_logprobs", "detokenize"})
+"""How outputs reach the caller; not part of what the call is."""
+
+
+def sampling_fields(params: Any) -> dict[str, Any]:
+    """The public fields of a SamplingParams that differ from their defaults, as JSON-able values.
+
+    `temperature` is always there. Delivery fields are left out.
+    """
+    fresh = type(params)()
+    found: dict[str, Any] = {}
+    for name in params.__struct_fields__:
+        if name.startswith("_") or name in _DELIVERY or name == "output_text_buffer_length":
+            continue
+        value = getattr(params, name)
+        if value != getattr(fresh, name) and value not in ([], {}, ""):
+            found[name] = _jsonable(value)
+    if found.get("skip_reading_prefix_cache") is False:
+        del found["skip_reading_prefix_cache"]  # what __post_init__ makes of None
+    found["temperature"] = float(params.temperature)
+    return found
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Sequence | set | frozenset):
+        items = sorted(value) if isinstance(value, set | frozenset) else value
+        return [_jsonable(item) for item in items]
+    try:
+        return msgspec.to_builtins(value)
+    except TypeError:
+        return repr(value)
+
+
+def stop_rules(engine: Any) -> StopRules:
+    """What ends a call in this engine besides the request's own fields."""
+    config = engine.vllm_config.model_config
+    primary = getattr(_tokenizer_of(engine), "eos_token_id", None)
+    listed = (config.try_get_generation_config() or {}).get("eos_token_id")
+    others = [listed] if isinstance(listed, int) else list(listed or ())
+    ids = ([primary] if primary is not None else []) + [other for other in others if other != primary]
+    if primary is None and ids:
+        ids.insert(0, -1)  # the first place is the engine's own end-of-sequence id, and it has none
+    return StopRules(eos_token_ids=tuple(ids), max_model_len=int(config.max_model_len))
+
+
+def _tokenizer_of(engine: Any) -> Any | None:
+    """The engine's tokenizer, None with skip_tokenizer_init."""
+    if engine.vllm_config.model_config.skip_tokenizer_init:
+        return None
+    return engine.get_tokenizer()
+
+
+tokenizer_of = _tokenizer_of
+
+
+async def prompt_token_ids(engine: Any, prompt: Any) -> tuple[Int32Array | None, Any, str]:
+    """The prompt's ids as the engine will see them, the input to hand on, and what stands in the way of capture.
+
+    Text goes through the engine's own renderer, once, so that special tokens are added exactly as the engine would
+    (case K2). The last item names the kind of prompt if it is one that cannot be captured, else "".
+    """
+    if isinstance(prompt, list | tuple):
+        return np.asarray(prompt, dtype=np.int32), token_prompt(prompt), ""
+    if not isinstance(prompt, str | Mapping):
+        return None, prompt, type(prompt).__name__
+    if isinstance(prompt, Mapping):
+        for kind in ("multi_modal_data", "mm_kwargs", "prompt_embeds", "encoder_prompt", "mm_processor_kwargs"):
+            if prompt.get(kind):
+                return None, prompt, kind
+    if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None:
+        return np.asarray(prompt["prompt_token_ids"], dtype=np.int32), prompt, ""
+    from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+    parsed = parse_model_prompt(engine.model_config, prompt)
+    (rendered,) = await engine.renderer.render_cmpl_async([parsed], engine.renderer.default_cmpl_tok_params)
+    return np.asarray(rendered["prompt_token_ids"], dtype=np.int32), rendered, ""
+
+
+def token_prompt(token_ids: Sequence[int], like: Any = None) -> dict[str, Any]:
+    """A prompt of token ids in the engine's own form; `cache_salt` is kept from `like`."""
+    from vllm.inputs import tokens_input
+
+    salt = like.get("cache_salt") if isinstance(like, Mapping) else None
+    prompt: dict[str, Any] = tokens_input([int(token) for token in token_ids], cache_salt=salt)
+    return prompt
+
+
+def capturing_params(params: Any) -> Any:
+    """A clone that streams deltas and carries the sampled token's logprob, whatever the caller asked for."""
+    from vllm.sampling_params import RequestOutputKind
+
+    clone = params.clone()
+    clone.skip_clone = False
+    clone.output_kind = RequestOutputKind.DELTA
+    if clone.logprobs is None and getattr(clone, "logprob_token_ids", None) is None:
+        clone.logprobs = 0
+        clone.flat_logprobs = False
+    return clone
+
+
+def resuming_params(params: Any, plan: Resume) -> Any:
+    """The clone for the rest of a call: budgets reduced, text left to us (a resumed detokenizer starts wrong)."""
+    clone = capturing_params(params)
+    clone.max_tokens = plan.max_tokens
+    clone.min_tokens = plan.min_tokens
+    clone.detokenize = False
+    return clone
+
+
+def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float] | None:
+    """The logprob of each sampled token, looked up by its id: the first entry need not be it (case L1)."""
+    if logprobs is None:
+        return None
+    return [float(position[token].logprob) for token, position in zip(token_ids, logprobs, strict=True)]
+
+
+def logprob_entries(token_ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any | None) -> list[Any]:
+    """What the engine would have delivered for these tokens with `logprobs=0`; the rank is not kept."""
+    from vllm.logprobs import Logprob
+
+    texts = tokenizer.convert_ids_to_tokens(list(token_ids)) if tokenizer is not None else [None] * len(token_ids)
+    return [
+        {int(token): Logprob(float(value), None, text)}
+        for token, value, text in zip(token_ids, logprobs, texts, strict=True)
+    ]
+
+
+def detokenizer(tokenizer: Any | None, params: Any, prompt_ids: Sequence[int], request_id: str) -> Any:
+    """vLLM's own incremental detokenizer, primed with the ORIGINAL prompt (spec: text across the joint)."""
+    from types import SimpleNamespace
+
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    request = SimpleNamespace(
+        request_id=request_id,
+        sampling_params=params,
+        prompt_token_ids=list(prompt_ids),
+        prompt_embeds=None,
+        prompt_is_token_ids=None,
+    )
+    return IncrementalDetokenizer.from_new_request(tokenizer if params.detokenize else None, request)
+
+
+def is_engine_dead(error: BaseException) -> bool:
+    """Whether an exception of `generate` means that the engine process is gone for good."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an exception of `generate` is about this one request (too long, a bad field) and not about the engine."""
+    from vllm.exceptions import VLLMClientError
+
+    return isinstance(error, VLLMClientError)
