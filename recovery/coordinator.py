@@ -4,20 +4,25 @@ Owns: the order in which holds, fence, cut, staging and publication are called, 
 Does not know: the event loop (ports: Fleet), the format (publication.py), when a snapshot is due.
 
 Invariants:
-1. Only one attempt at a time; a store call that an abandoned attempt left hanging must return before the next begins.
+1. Only one attempt at a time; a store call that an abandoned attempt left hanging must return before another touches
+   the ledger or the log.
 2. The deadline ends an attempt, never a call: decoding does not wait for a snapshot.
-3. An expected failure (Retry, Damaged, SnapshotAbandoned) abandons the attempt; Fenced stops the coordinator; anything
-   else is a program error, is raised, and still leaves hold and fence released.
+3. An error of the tree abandons the attempt; Fenced stops the coordinator; anything else is a program error, is raised,
+   and still leaves hold and fence released.
+4. What the fleet handed over is applied to the ledger once, by this attempt or a later one.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from recovery.errors import Damaged, Fenced, RecoveryError, Retry, SnapshotAbandoned
+from recovery.errors import Fenced, RecoveryError, SnapshotAbandoned
+from recovery.log import Slot
 from recovery.ports import Clock
 from recovery.protocol import Effect, Event, SnapshotMachine, Verdict
 from recovery.publication import Draft, Publication
@@ -60,20 +65,17 @@ def in_this_thread(work: Callable[[], T], timeout_s: float) -> T:
 class InOneThread:
     """Do work in a thread of its own and give up waiting at the deadline.
 
-    The thread is a daemon and cannot be killed; until its call returns nothing else is accepted (invariant 1).
+    The thread is a daemon and cannot be killed; until its call returns nothing else is accepted (invariant 1). An error
+    that it ends with after its deadline is the abandoned attempt's, but a program error is raised by the next call.
     """
 
     def __init__(self) -> None:
         self._running: threading.Thread | None = None
+        self._late: list[BaseException] = []
 
     def __call__(self, work: Callable[[], T], timeout_s: float) -> T:
-        if self._running is not None and self._running.is_alive():
-            self._running.join(timeout_s)
-            if self._running.is_alive():
-                raise SnapshotAbandoned(
-                    "a store call of an earlier snapshot still has not returned",
-                    hint="look at the store's back end; decoding goes on meanwhile",
-                )
+        deadline = time.monotonic() + timeout_s
+        self._wait_for_earlier(timeout_s)
         result: list[T] = []
         raised: list[BaseException] = []
 
@@ -85,8 +87,9 @@ class InOneThread:
 
         self._running = threading.Thread(target=run, name="snapshot-step", daemon=True)
         self._running.start()
-        self._running.join(timeout_s)
+        self._running.join(max(0.0, deadline - time.monotonic()))
         if self._running.is_alive():
+            self._late = raised
             raise SnapshotAbandoned(
                 f"a step did not finish within the {timeout_s:.1f} s that were left",
                 hint="raise rollout_checkpointing.snapshot_timeout_s, or look at the store's back end",
@@ -94,6 +97,18 @@ class InOneThread:
         if raised:
             raise raised[0]
         return result[0]
+
+    def _wait_for_earlier(self, timeout_s: float) -> None:
+        if self._running is not None:
+            self._running.join(timeout_s)
+            if self._running.is_alive():
+                raise SnapshotAbandoned(
+                    "a store call of an earlier snapshot still has not returned",
+                    hint="look at the store's back end; decoding goes on meanwhile",
+                )
+        late, self._late = self._late, []
+        if late and not isinstance(late[0], RecoveryError):
+            raise late[0]
 
 
 @dataclass(slots=True)
@@ -131,12 +146,17 @@ class Coordinator:
         self._run = run
         self._machine = SnapshotMachine()
         self._states: Mapping[str, bytes] = {}
+        self._arrived: deque[Staged] = deque()
         self._unvalidated: list[Staged] = []
         self._draft: Draft | None = None
         self.rejected: dict[str, int] = {}
+        """How many records did not fit the ledger, by reason."""
 
     def take(self, cause: str, timeout_s: float | None = None) -> Attempt:
-        """Take one snapshot. Returns how it went; raises only Fenced's successors: program errors."""
+        """Take one snapshot. Returns how it went; raises only program errors, and those only after all was released.
+
+        After FENCED there is nothing more to take: IllegalEvent.
+        """
         attempt = Attempt(cause)
         deadline = self._clock.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         step = self._machine.on(Event.BEGIN)
@@ -145,13 +165,13 @@ class Coordinator:
             began = self._clock.monotonic()
             event = Event.DONE
             try:
-                self._do(step.effect, attempt, deadline - began)
+                self._do(step.effect, attempt, deadline)
             except Fenced as error:
                 event, attempt.error, attempt.step = Event.FENCED, error, step.effect.value
             except RecoveryError as error:
                 event = Event.FAILED
                 attempt.error, attempt.step = attempt.error or error, attempt.step or step.effect.value
-            except Exception as error:
+            except BaseException as error:  # KeyboardInterrupt too must not leave a fence up; raised below
                 event, unexpected, attempt.step = Event.FAILED, unexpected or error, step.effect.value
             attempt.seconds[step.effect.value] = self._clock.monotonic() - began
             step = self._machine.on(event)
@@ -167,37 +187,44 @@ class Coordinator:
         began = self._clock.monotonic()
         try:
             attempt.collected = self._bounded(self._publication.collect, self._timeout_s)
-        except (Retry, Damaged, SnapshotAbandoned, Fenced) as error:
+        except RecoveryError as error:
             attempt.error, attempt.step = error, "collect garbage"
         attempt.seconds["collect garbage"] = self._clock.monotonic() - began
+
+    def _left(self, deadline: float) -> float:
+        return max(0.0, deadline - self._clock.monotonic())
 
     def _bounded(self, work: Callable[[], T], left_s: float) -> T:
         if left_s <= 0:
             raise SnapshotAbandoned(
-                f"the snapshot did not finish within {self._timeout_s} s",
+                "the snapshot did not finish within its deadline",
                 hint="raise rollout_checkpointing.snapshot_timeout_s, or look at the store's back end",
             )
         return self._run(work, left_s)  # type: ignore[return-value]
 
-    def _do(self, effect: Effect, attempt: Attempt, left_s: float) -> None:
-        fleet = self._fleet
+    def _do(self, effect: Effect, attempt: Attempt, deadline: float) -> None:
+        fleet, left_s = self._fleet, self._left(deadline)
         match effect:
             case Effect.ACQUIRE_HOLD:
-                fleet.acquire_hold(f"snapshot ({attempt.cause})", max(0.0, left_s))
+                # What still hangs of an earlier attempt is waited for before anybody is held up.
+                self._bounded(lambda: None, left_s)
+                fleet.acquire_hold(f"snapshot ({attempt.cause})", self._left(deadline))
             case Effect.RAISE_FENCE:
-                fleet.raise_fence(max(0.0, left_s))
+                fleet.raise_fence(left_s)
             case Effect.PREPARE:
-                self._states = fleet.prepare(max(0.0, left_s))
+                self._states = fleet.prepare(left_s)
             case Effect.CUT:
-                fleet.cut(max(0.0, left_s))
+                fleet.cut(left_s)
             case Effect.STAGE:
-                self._take_staged(fleet.stage(max(0.0, left_s)))
+                self._arrived.extend(fleet.stage(left_s))
             case Effect.RECORD:
                 self._bounded(self._record, left_s)
             case Effect.VALIDATE:
                 self._bounded(self._validate, left_s)
             case Effect.PUBLISH:
-                self._bounded(lambda: self._publish(attempt), left_s)
+                # The id is noted in this thread: of a slot that lands after the deadline this attempt knows nothing.
+                slot = self._bounded(lambda: self._publish(attempt.cause), left_s)
+                attempt.snapshot, attempt.bytes_written = slot.seq, slot.body["bytes_written"]
             case Effect.LOWER_FENCE:
                 fleet.lower_fence()
             case Effect.RESUME:
@@ -205,20 +232,22 @@ class Coordinator:
             case Effect.RELEASE_HOLD:
                 fleet.release_hold()
 
-    def _take_staged(self, staged: list[Staged]) -> None:
+    def _extend(self) -> None:
         """Extend the ledger in memory. A record that does not fit costs its call the newest chunk, nothing else."""
         ledger = self._publication.ledger
-        for item in staged:
+        while self._arrived:
+            item = self._arrived.popleft()
             ledger.describe(item.info)
             for at in item.coordinates:
                 reason = ledger.apply(at)
                 if reason:
                     self.rejected[reason] = self.rejected.get(reason, 0) + 1
             self._publication.flushed[item.writer] = item.flush
-        self._unvalidated.extend(staged)
+            self._unvalidated.append(item)
 
     def _record(self) -> None:
         self._publication.log.settle()
+        self._extend()
         self._draft = self._publication.record(self._states)
 
     def _validate(self) -> None:
@@ -231,10 +260,6 @@ class Coordinator:
                 hint="their calls keep what came before; check the disk or bucket before you trust it further",
             )
 
-    def _publish(self, attempt: Attempt) -> None:
+    def _publish(self, cause: str) -> Slot:
         assert self._draft is not None
-        slot = self._publication.publish(
-            self._draft, cause=attempt.cause, fingerprint=self._fingerprint, restored_from=None
-        )
-        attempt.snapshot = slot.seq
-        attempt.bytes_written = self._draft.nbytes
+        return self._publication.publish(self._draft, cause=cause, fingerprint=self._fingerprint, restored_from=None)

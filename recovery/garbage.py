@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterable, Mapping
 
 from recovery import layout
 from recovery.errors import Damaged, FormatNotUnderstood, ObjectMissing, RecoveryError
@@ -19,20 +20,33 @@ from recovery.ledger import Ledger
 from recovery.log import Slot
 from recovery.ports import LedgerCodec, ObjectStore
 from recovery.slots import walk_back
-from recovery.snapshots import MAX_JSON_BYTES, ObjectRef, Snapshot, get_object, read_ledger_objects
+from recovery.snapshots import MAX_JSON_BYTES, LedgerObject, ObjectRef, Snapshot, get_object, read_ledger_objects
 
 
 def reached_by(store: ObjectStore, ledgers: LedgerCodec, snapshot: Snapshot) -> set[str]:
     """Keys of everything that a snapshot references. Raises Damaged or FormatNotUnderstood."""
     objects = read_ledger_objects(store, ledgers, snapshot.ledger)
-    ledger = Ledger.from_objects((item.header, item.rows) for item in objects)
-    return (
-        {item.ref.key for item in objects} | {ref.key for ref in snapshot.states.values()} | ledger.segments_in_use()
-    )
+    return reached_from(snapshot, objects, Ledger.from_objects((item.header, item.rows) for item in objects))
 
 
-def unreached(store: ObjectStore, ledgers: LedgerCodec, tail: int, epoch: int, keep_latest_k: int) -> list[str]:
-    """Objects of epochs below `epoch` that none of the newest snapshots at or below slot `tail` reaches."""
+def reached_from(snapshot: Snapshot, objects: Iterable[LedgerObject], ledger: Ledger) -> set[str]:
+    """The same for a snapshot that was read."""
+    others = {item.ref.key for item in objects} | {ref.key for ref in snapshot.states.values()}
+    return others | ledger.segments_in_use()
+
+
+def unreached(
+    store: ObjectStore,
+    ledgers: LedgerCodec,
+    tail: int,
+    epoch: int,
+    keep_latest_k: int,
+    known: Mapping[int, Collection[str]],
+) -> list[str]:
+    """Objects of epochs below `epoch` that none of the newest snapshots at or below slot `tail` reaches.
+
+    `known` gives, by id, what those snapshots reach that need not be read again.
+    """
     reached: set[str] = set()
     kept = 0
     for read in walk_back(store, tail):
@@ -41,7 +55,7 @@ def unreached(store: ObjectStore, ledgers: LedgerCodec, tail: int, epoch: int, k
         if read.slot.kind != "snapshot":
             continue
         try:
-            reached |= reached_by(store, ledgers, Snapshot.from_slot(read.slot))
+            reached.update(known.get(read.slot.seq) or reached_by(store, ledgers, Snapshot.from_slot(read.slot)))
         except (Damaged, FormatNotUnderstood):
             return []
         kept += 1

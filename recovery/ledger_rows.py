@@ -1,6 +1,7 @@
 """One call of the ledger as a row of a base or delta, and back.
 
-Owns: what a row says of a change, and every check that makes a row fit the call it continues (docs/format.md, section 8).
+Owns: what a row says of a change, and every check that makes a row fit the call it continues (docs/format.md,
+section 8).
 Does not know: the other calls, the counts (ledger.py), how a row is encoded (ports.LedgerCodec).
 
 Invariants:

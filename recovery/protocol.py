@@ -6,8 +6,10 @@ Does not know: how an effect is done, time, the store, threads. coordinator.py d
 
 Invariants:
 1. Nothing is published unless every earlier step succeeded.
-2. Every path that acquired the hold ends with releasing it; every path that raised the fence lowers it first.
-3. An illegal event raises and changes nothing.
+2. Every path that may have acquired the hold ends with releasing it; every path that may have raised the fence lowers
+   it first.
+3. An illegal event raises and changes nothing. There is none for a working state: whatever an effect did, the machine
+   goes on.
 4. After `Fenced` there is no way back: the machine refuses to begin again.
 """
 
@@ -106,13 +108,16 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     # Success: one step further, and from the commit into the release.
     **{(a, Event.DONE): b for a, b in zip(_WORK, (*_WORK[1:], State.LOWERING), strict=True)},
     # Failure: undo exactly what may have been done. A failed hold or fence may be half acquired: both are
-    # released by name, which is harmless if they never came up.
-    (State.HOLDING, Event.FAILED): State.RELEASING,
-    **{(a, Event.FAILED): State.LOWERING for a in _WORK[1:]},
-    # Only steps that look at the log can learn that a newer coordinator exists.
-    **{(a, Event.FENCED): State.LOWERING for a in _WORK[1:]},
+    # released by name, which is harmless if they never came up. That a newer coordinator exists may be learnt from the
+    # log, but also from anything that refuses commands of an old epoch: every effect may answer FENCED.
+    **{(State.HOLDING, e): State.RELEASING for e in (Event.FAILED, Event.FENCED)},
+    **{(a, e): State.LOWERING for a in _WORK[1:] for e in (Event.FAILED, Event.FENCED)},
     # The undo steps cannot fail to advance: the release must be reached.
-    **{(a, e): b for a, b in zip(_UNDO, (*_UNDO[1:], State.IDLE), strict=True) for e in (Event.DONE, Event.FAILED)},
+    **{
+        (a, e): b
+        for a, b in zip(_UNDO, (*_UNDO[1:], State.IDLE), strict=True)
+        for e in (Event.DONE, Event.FAILED, Event.FENCED)
+    },
 }
 """(state, event) -> state. Not in it: after FENCED the last step leads to STOPPED instead of IDLE."""
 

@@ -68,6 +68,10 @@ class Publication:
         self._states = dict(states)
         self._reached = self.ledger.segments_in_use() | {ref.key for ref in states.values()}
 
+    def reached(self) -> set[str]:
+        """Keys of everything that the last published snapshot references."""
+        return self._reached | set(self._chain)
+
     def record(self, states: Mapping[str, bytes]) -> Draft:
         """Write the ledger object and those states that changed."""
         pending = self.writer.write(self.ledger, self.flushed)

@@ -1,17 +1,19 @@
 """From a store to a running job: claim, choose, adopt, plan, publish.
 
-Owns: which snapshot a restore takes, what it passes over and why, which unpublished segments it adopts, and the plan of
-every open call.
-Does not know: the engine, the caller's prompts, the event loop.
+Owns: which snapshot a restore takes, what it passes over and why, and the plan of every open call.
+Does not know: what is adoptable (adoption.py), what is garbage (garbage.py), the engine, the caller's prompts, the
+event loop.
 
-Order (docs/format.md, sections 11 and 12): 1. the epoch was claimed (the zombie is fenced); 2. the newest compatible snapshot
-that verifies; 3. adoption of flushed, unpublished segments; 4. a plan for each open call; 5. one publication, before
-anything is redispatched.
+Order (docs/format.md, sections 11 and 12): 1. the epoch was claimed (the zombie is fenced); 2. the newest compatible
+snapshot that verifies; 3. adoption of flushed, unpublished segments; 4. a plan for each open call; 5. one publication,
+before anything is redispatched, also when there is nothing to carry on; 6. garbage.
 
 Invariants:
-1. A crash at any point leaves a store that the next restore reads to the same calls: nothing is deleted here.
-2. Nothing older than the chosen snapshot's epoch is adopted; an explicit older id adopts nothing.
-3. Whatever is passed over is named with its reason; `strict` refuses instead.
+1. A crash at any point leaves a store that the next restore reads to the same calls: nothing is deleted before step 5.
+2. Only what was flushed on top of the chosen snapshot is adopted; an explicit id adopts nothing.
+3. Whatever is passed over is named with its reason; `strict` refuses instead, and so does an explicit id that fails.
+4. A snapshot that references what a later garbage collection was about to delete is passed over: its objects may
+   vanish.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from recovery import resume
+from recovery import garbage, resume
+from recovery.adoption import Adoption, adopt
 from recovery.codec import canonical_json, fingerprint
-from recovery.errors import CannotRestore, Damaged, FingerprintMismatch, NothingPublished, RecoveryError
-from recovery.ledger import ChunkAt, Entry, Ledger
+from recovery.errors import CannotRestore, Damaged, Fenced, FingerprintMismatch, NothingPublished, RecoveryError
+from recovery.ledger import Entry, Ledger
 from recovery.log import Slot
-from recovery.model import OPEN, CallId, SegmentInfo
+from recovery.model import OPEN, CallId
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
-from recovery.reading import Transcript, missing_segments, read_segment, read_transcripts
+from recovery.reading import Transcript, missing_segments, read_transcripts
 from recovery.resume import ResumePlan, StopRules
 from recovery.slots import walk_back
-from recovery.snapshots import Loaded, ObjectRef, Snapshot, get_object, load, read_ledger_objects
-from recovery.staging import coordinates_of
+from recovery.snapshots import Loaded, Snapshot, load
 
 Choice = Literal["auto", "never", "strict"] | int
 
@@ -48,12 +50,16 @@ class PassedOver:
 
 @dataclass(slots=True)
 class Chosen:
-    """The snapshot a restore starts from (None: an empty ledger) and what was passed over on the way."""
+    """The snapshot a restore starts from (None: an empty ledger) and what was passed over on the way.
+
+    `collected`: keys that garbage collections after it were about to delete; `adopts`: False if not all are known.
+    """
 
     loaded: Loaded | None
     transcripts: dict[CallId, Transcript]
     passed_over: list[PassedOver] = field(default_factory=list)
     collected: set[str] = field(default_factory=set)
+    adopts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,10 @@ class RestoredCall:
 
 @dataclass(slots=True)
 class Restored:
-    """What a restore found. `snapshot`: the id it started from; `published`: the adoption's id, if one was needed."""
+    """What a restore found. `snapshot`: the id it started from; `published`: the id of the snapshot it published.
+
+    `uncollected`: why garbage was left for later, if it was; nothing else depends on it.
+    """
 
     snapshot: int | None
     published: int | None
@@ -77,6 +86,7 @@ class Restored:
     rejected: dict[str, int]
     calls: list[RestoredCall]
     states: Mapping[str, bytes]
+    uncollected: RecoveryError | None = None
 
     @property
     def tokens_reused(self) -> int:
@@ -109,7 +119,7 @@ def check_fingerprint(loaded: Loaded, must: Mapping[str, Any]) -> None:
             stored = json.loads(loaded.states["job"])["must"]
         except (ValueError, KeyError, TypeError) as error:
             raise Damaged(f"state 'job' of snapshot {loaded.snapshot.id} is malformed: {error}") from error
-    fields = differences(stored, must)
+    fields = differences(stored, json.loads(canonical_json(dict(must))))
     raise FingerprintMismatch(
         f"snapshot {loaded.snapshot.id} belongs to another job: " + "; ".join(fields or ["fingerprint differs"]),
         hint="use the model, tokenizer and prompts that the store was made with, or give this job its own store",
@@ -129,30 +139,30 @@ def choose(
     if choice == "never":
         return chosen
     refused: CannotRestore | None = None
-    for read in walk_back(store, tail):
-        if isinstance(read, RecoveryError):
-            _pass_over(chosen, choice, "a log slot", read)
-            continue
-        slot = read.slot
-        if slot.kind == "gc":
-            chosen.collected |= _victims(store, slot)
-        if slot.kind != "snapshot" or (isinstance(choice, int) and slot.seq != choice):
-            continue
+    for seq, read in zip(range(tail, 0, -1), walk_back(store, tail), strict=True):
         try:
-            loaded, transcripts = _verify(store, segments, ledgers, slot, must)
+            if isinstance(read, RecoveryError):
+                raise read
+            if read.slot.kind == "gc":
+                chosen.collected |= garbage.intended(store, read.slot)
+            if read.slot.kind == "snapshot" and (seq == choice or not isinstance(choice, int)):
+                chosen.loaded, chosen.transcripts = _verify(store, segments, ledgers, read.slot, must, chosen.collected)
+                return chosen
         except (Damaged, CannotRestore) as error:
+            if choice in ("strict", seq):
+                raise
             if isinstance(error, CannotRestore):
-                refused = error
-            _pass_over(chosen, choice, f"snapshot {slot.seq}", error)
-            continue
-        chosen.loaded, chosen.transcripts = loaded, transcripts
-        return chosen
+                refused = refused or error
+            what = "log slot" if isinstance(read, RecoveryError) else read.slot.kind
+            chosen.adopts = chosen.adopts and what != "gc"
+            chosen.passed_over.append(PassedOver(f"{what} {seq}", error.message))
+    reasons = "; ".join(f"{item.what}: {item.reason}" for item in chosen.passed_over)
     if isinstance(choice, int):
-        raise NothingPublished(f"there is no snapshot {choice}", hint="list them: snapshot-inspect list STORE")
+        passed = f" (passed over: {reasons})" if reasons else ""
+        raise NothingPublished(f"there is no snapshot {choice}{passed}", hint="list them: snapshot-inspect list STORE")
     if refused is not None:
         raise refused
-    if any(item.what.startswith("snapshot") for item in chosen.passed_over):
-        reasons = "; ".join(f"{item.what}: {item.reason}" for item in chosen.passed_over)
+    if reasons:
         raise Damaged(
             f"no snapshot of this store can be restored: {reasons}",
             hint="look: snapshot-inspect verify --read-data STORE; to begin anew set restore: never",
@@ -160,95 +170,28 @@ def choose(
     return chosen
 
 
-def _pass_over(chosen: Chosen, choice: Choice, what: str, error: RecoveryError) -> None:
-    if choice == "strict" or isinstance(choice, int):
-        raise error
-    chosen.passed_over.append(PassedOver(what, error.message))
-
-
-def _victims(store: ObjectStore, slot: Slot) -> set[str]:
-    """Keys that a garbage collection was about to delete: never adopted again."""
-    try:
-        data = get_object(store, ObjectRef.from_json(slot.body.get("victims"), f"gc slot {slot.seq}"))
-        return {str(key) for key in json.loads(data)}
-    except (Damaged, ValueError):
-        # The list itself was collected: everything it names was deleted long before.
-        return set()
-
-
 def _verify(
-    store: ObjectStore, segments: SegmentCodec, ledgers: LedgerCodec, slot: Slot, must: Mapping[str, Any]
+    store: ObjectStore,
+    segments: SegmentCodec,
+    ledgers: LedgerCodec,
+    slot: Slot,
+    must: Mapping[str, Any],
+    collected: set[str],
 ) -> tuple[Loaded, dict[CallId, Transcript]]:
-    loaded = load(store, ledgers, Snapshot.from_slot(slot))
+    snapshot = Snapshot.from_slot(slot)
+    loaded = load(store, ledgers, snapshot)
     check_fingerprint(loaded, must)
     ledger = loaded.ledger
+    reached = garbage.reached_from(snapshot, loaded.objects, ledger)
+    if going := sorted(collected & reached):
+        raise Damaged(
+            f"{len(going)} objects of snapshot {slot.seq} were about to be deleted by a later garbage collection, "
+            f"{going[0]} among them"
+        )
     wrong = missing_segments(store, {key: ledger.segment(key) for key in ledger.segments_in_use()})
     if wrong:
         raise wrong[0]
     return loaded, read_transcripts(store, segments, ledger, (e for e in ledger if e.state == OPEN))
-
-
-@dataclass(slots=True)
-class Adoption:
-    """What was taken over from segments that no snapshot had named."""
-
-    segments: int = 0
-    tokens: int = 0
-    rejected: dict[str, int] = field(default_factory=dict)
-    flushed: dict[str, int] = field(default_factory=dict)
-    passed_over: list[PassedOver] = field(default_factory=list)
-
-
-def adopt(
-    store: ObjectStore,
-    codec: SegmentCodec,
-    ledger: Ledger,
-    *,
-    below_epoch: int,
-    from_epoch: int,
-    flushed: Mapping[str, int],
-    collected: set[str],
-) -> Adoption:
-    """Extend `ledger` by every adoptable segment (docs/format.md, invariant 11.4)."""
-    adoption = Adoption()
-    for key in sorted(item.key for item in store.list("seg/")):
-        at = segment_position(key)
-        if at is None or key in collected or ledger.knows_segment(key):
-            continue
-        epoch, writer, flush = at
-        if not from_epoch <= epoch < below_epoch or (epoch == from_epoch and flush <= flushed.get(writer, 0)):
-            continue
-        try:
-            info = codec.describe(key, store.get(key))
-            records = read_segment(store, codec, info)
-        except Damaged as error:
-            adoption.passed_over.append(PassedOver(f"segment {key}", error.message))
-            continue
-        _apply(ledger, info, records, adoption)
-    return adoption
-
-
-def _apply(ledger: Ledger, info: SegmentInfo, records: list[Any], adoption: Adoption) -> None:
-    ledger.describe(info)
-    used = False
-    for at in coordinates_of(records, info.key):
-        reason = ledger.apply(at)
-        if reason:
-            adoption.rejected[reason] = adoption.rejected.get(reason, 0) + 1
-            continue
-        used = True
-        if isinstance(at, ChunkAt):
-            adoption.tokens += at.chunk.n_tokens
-    adoption.segments += used
-
-
-def segment_position(key: str) -> tuple[int, str, int] | None:
-    """(epoch, writer, flush) of a segment's key, or None for a foreign name."""
-    parts = key.split("/")
-    if len(parts) != 4 or parts[0] != "seg" or not parts[1].startswith("e") or not parts[1][1:].isdigit():
-        return None
-    flush = parts[3].split("-")[0]
-    return (int(parts[1][1:]), parts[2], int(flush)) if flush.isdigit() else None
 
 
 def restore(
@@ -269,22 +212,20 @@ def restore(
 
     `states` gives the participants' states to publish with the adoption. Raises Fenced and the store's errors.
     """
-    ledger, epoch, loaded = publication.ledger, publication.log.epoch, chosen.loaded
+    ledger, loaded = publication.ledger, chosen.loaded
     adoption = Adoption()
-    if choice != "never" and not isinstance(choice, int):
-        adoption = adopt(
-            store,
-            segments,
-            ledger,
-            below_epoch=epoch,
-            from_epoch=loaded.snapshot.slot.epoch if loaded else 1,
-            flushed=loaded.flushed if loaded else {},
-            collected=chosen.collected,
-        )
+    if loaded is not None and chosen.adopts and not isinstance(choice, int):
+        epoch, flushed = loaded.snapshot.slot.epoch, loaded.flushed
+        adoption = adopt(store, segments, ledger, epoch=epoch, flushed=flushed, collected=chosen.collected)
+    if choice == "strict" and adoption.unreadable:
+        raise adoption.unreadable[0][1]
     restored = Restored(
         snapshot=loaded.snapshot.id if loaded else None,
         published=None,
-        passed_over=[*chosen.passed_over, *adoption.passed_over],
+        passed_over=[
+            *chosen.passed_over,
+            *(PassedOver(f"segment {key}", error.message) for key, error in adoption.unreadable),
+        ],
         adopted_segments=adoption.segments,
         adopted_tokens=adoption.tokens,
         rejected=adoption.rejected,
@@ -298,46 +239,31 @@ def restore(
         transcripts = chosen.transcripts
     snapshot_id = publication.log.tail + 1
     for entry in open_entries:
-        call = _plan(ledger, entry, transcripts[entry.call_id], stop, snapshot_id, exactness)
-        restored.calls.append(call)
-    if len(ledger):
-        draft = publication.record(states(restored))
-        publication.validate(draft, ())
-        slot = publication.publish(
-            draft, cause="adoption", fingerprint=fingerprint_hex, restored_from=restored.snapshot
-        )
-        restored.published = slot.seq
-        if not restored.passed_over:
-            publication.retention.drop(unreachable(store, publication, ledgers, keep_latest_k))
+        restored.calls.append(_plan(ledger, entry, transcripts[entry.call_id], stop, snapshot_id, exactness))
+    draft = publication.record(states(restored))
+    publication.validate(draft, ())
+    slot = publication.publish(draft, cause="adoption", fingerprint=fingerprint_hex, restored_from=restored.snapshot)
+    restored.published = slot.seq
+    restored.uncollected = _collect(store, publication, ledgers, chosen, keep_latest_k)
     return restored
 
 
-def unreachable(store: ObjectStore, publication: Publication, ledgers: LedgerCodec, keep_latest_k: int) -> list[str]:
-    """Objects of earlier epochs that none of the `keep_latest_k` newest snapshots reaches.
-
-    Called right after an adoption was published, when every snapshot on the way was found sound: what a snapshot that
-    cannot be read reaches is not known, and then nothing is collected.
-    """
-    reached: set[str] = set()
-    kept = 0
-    for read in walk_back(store, publication.log.tail):
-        if isinstance(read, RecoveryError):
-            return []
-        if read.slot.kind == "snapshot":
-            snapshot = Snapshot.from_slot(read.slot)
-            objects = read_ledger_objects(store, ledgers, snapshot.ledger)
-            reached |= {item.ref.key for item in objects} | {ref.key for ref in snapshot.states.values()}
-            reached |= Ledger.from_objects((item.header, item.rows) for item in objects).segments_in_use()
-            kept += 1
-            if kept == keep_latest_k:
-                break
-    listed = [item.key for prefix in ("seg/", "ledger/", "state/", "gc/") for item in store.list(prefix)]
-    return [key for key in listed if key not in reached and _epoch_of(key) < publication.log.epoch]
-
-
-def _epoch_of(key: str) -> int:
-    folder = key.split("/")[1]
-    return int(folder[1:]) if folder.startswith("e") and folder[1:].isdigit() else 1 << 62
+def _collect(
+    store: ObjectStore, publication: Publication, ledgers: LedgerCodec, chosen: Chosen, keep_latest_k: int
+) -> RecoveryError | None:
+    """What earlier coordinators left: a crash loop must not fill the store. Raises only Fenced."""
+    log = publication.log
+    try:
+        if not chosen.passed_over:
+            known = {log.tail: publication.reached()}
+            unreached = garbage.unreached(store, ledgers, log.tail, log.epoch, keep_latest_k, known)
+            publication.retention.take_over(sorted(chosen.collected), unreached)
+        publication.collect()
+    except Fenced:
+        raise
+    except RecoveryError as error:
+        return error
+    return None
 
 
 def _plan(

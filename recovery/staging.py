@@ -8,8 +8,8 @@ Invariants:
 1. Flushes of one incarnation are stored in the order in which they were frozen, by one thread.
 2. What a failed flush carried goes with the next one, in front: order per call is kept and nothing is lost.
 3. Only coordinates leave this module; tokens go to the store and nowhere else.
-4. A periodic flush is not made while another is queued: who wants one looks at `busy` and counts it with `refuse`. A cut
-   is never refused.
+4. A periodic flush is not made while another is queued: who wants one looks at `busy` and counts it with `refuse`. A
+   cut is never refused.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ def open_local(path: str, *, create: bool) -> LocalStore:
     """The store in folder `path`; with `create`, made if it is missing and swept of what crashes left."""
     if create:
         _make(path)
-    else:
-        _find(path)
+    _find(path)
     store = LocalStore(path)
     if create:
         store.sweep_temporaries()

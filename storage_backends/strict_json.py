@@ -35,10 +35,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 def parse(text: str, what: str) -> dict[str, Any]:
     """The object that `text` is."""
-    try:
-        value = _DECODER.decode(text)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{what} is not JSON: {error}") from error
+    value = _decode(text, what)
     if not isinstance(value, dict):
         raise Damaged(f"{what} is no JSON object")
     return value
@@ -46,7 +43,17 @@ def parse(text: str, what: str) -> dict[str, Any]:
 
 def parse_list(text: str, what: str) -> list[Any]:
     """The list that `text` is."""
-    return take(parse(f'{{"list":{text}}}', what), "list", list, what)
+    value = _decode(text, what)
+    if not isinstance(value, list):
+        raise Damaged(f"{what} is no JSON list")
+    return value
+
+
+def _decode(text: str, what: str) -> Any:
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{what} is not JSON: {error}") from error
 
 
 def take(record: dict[str, Any], name: str, kind: type[T], what: str) -> T:

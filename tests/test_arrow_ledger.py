@@ -316,7 +316,7 @@ AT = {"segment": SEGMENTS[0], "index": 0}
         ("history", "{}"),
         ("history", "[1]"),
         ("history", "[]]"),
-        ("history", '[], "list": [1]'),
+        ("history", '[], "list": []'),
         ("history", '[{"kind": "rewind", "at": 0, "snapshot": 1}]'),
         ("history", '[{"kind": "resume", "at": 0, "snapshot": 1}]'),
         ("history", '[{"kind": "restart", "at": -1, "snapshot": 1, "reason": ""}]'),

@@ -16,16 +16,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recovery import codec as digests
 from recovery import resume
 from recovery.admission.holds import AdmissionGate
-from recovery.calls import CallTable, LiveCall
+from recovery.calls import CallTable, Captured, LiveCall
 from recovery.config import CheckpointingConfig, effective_mode
 from recovery.coordinator import Attempt, Coordinator, InOneThread
 from recovery.errors import EngineDead, Fenced, InputError, RecoveryError
@@ -33,14 +31,15 @@ from recovery.ledger import EndedAt, Entry, Ledger
 from recovery.model import CallId, PolicyVersion, Request, Restore
 from recovery.protocol import Verdict
 from recovery.reading import Transcript
-from recovery.restore import Restored, RestoredCall
+from recovery.restore import Restored
 from recovery.resume import StopRules
 from recovery.staging import Staged, Stager
+from vllm_hooks.admission import Admission
+from vllm_hooks.deliveries import Deliveries
 from vllm_hooks.fleet import LoopFleet
+from vllm_hooks.flushing import Flushing
 from vllm_hooks.opening import Opened, open_store_for, read_ended
-
-_JOIN_SLACK_S = 15.0
-"""Beyond a snapshot's own deadline: the undo steps of an abandoned one."""
+from vllm_hooks.snapshot_loop import SnapshotLoop
 
 
 @dataclass(slots=True)
@@ -78,22 +77,10 @@ class RecoverySession:
         self.table = CallTable()
         self.failure: RecoveryError | None = None
         self.dead_engine: BaseException | None = None
-        self._restored: dict[CallId, RestoredCall] = {}
+        self._deliveries = Deliveries()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fence_down: asyncio.Event | None = None
         self._gate_open: asyncio.Event | None = None
-        self._durable: dict[CallId, asyncio.Future[None]] = {}
-        self._results: dict[str, LiveCall] = {}
-        self._flush_wanted = self._flush_scheduled = False
-        self._thread: threading.Thread | None = None
-        self._wake = threading.Condition()
-        self._wanted: str | None = None
-        self._stopping = self._last_wanted = False
-        self._last_timeout_s: float | None = None
-        self._last: Attempt | None = None
-        flush = config.gym.generation_chunk_flush_tokens
-        # Begun at three quarters, so that it is durable by the time the bound is reached.
-        self._flush_at = max(1, flush - max(1, flush // 4)) if flush else 0
         if opened is not None:
             self._wire(opened)
 
@@ -132,7 +119,9 @@ class RecoverySession:
         return cls(config, opened, keeps_results=keeps_results)
 
     def _wire(self, opened: Opened) -> None:
-        self._restored = {call.entry.call_id: call for call in opened.restored.calls}
+        self._admission = Admission(
+            self.table, opened.publication.ledger, opened.restored.calls, lambda ids: read_ended(opened, ids)
+        )
         self.counters.tokens_reused = opened.restored.tokens_reused
         self.stager = Stager(
             opened.store,
@@ -143,13 +132,21 @@ class RecoverySession:
             on_staged=self._on_staged,
         )
         self.fleet = LoopFleet(self)
-        self._coordinator = Coordinator(
+        self.flushing = Flushing(self.stager, self.freeze, self._config.gym.generation_chunk_flush_tokens)
+        coordinator = Coordinator(
             opened.publication,
             self.fleet,
             opened.clock,
             timeout_s=self._config.snapshot_timeout_s,
             fingerprint=opened.fingerprint,
             run=InOneThread(),
+        )
+        self.snapshots = SnapshotLoop(
+            coordinator,
+            interval_s=self._config.snapshot_interval_s,
+            may_take=lambda: self.failure is None and self.dead_engine is None,
+            on_attempt=self._on_attempt,
+            on_error=self._on_snapshot_error,
         )
 
     def start(self) -> None:
@@ -161,25 +158,23 @@ class RecoverySession:
         self._fence_down.set()
         self._gate_open.set()
         self.fleet.bind(self._loop)
-        self._thread = threading.Thread(target=self._snapshots, name="coordinator", daemon=True)
-        self._thread.start()
+        self.flushing.bind(self._loop)
+        self.snapshots.start()
 
     async def stop(self, *, last_snapshot: bool = True, timeout_s: float | None = None) -> Attempt | None:
         """Take a last snapshot if wanted and possible, stop taking more, close the stager. Returns the last one."""
-        if not self.capturing or self._thread is None:
+        if not self.capturing or self._loop is None:
             return None
-        with self._wake:
-            self._stopping = True
-            self._last_wanted = last_snapshot
-            self._last_timeout_s = timeout_s
-            self._wake.notify_all()
-        await asyncio.to_thread(self._thread.join, (timeout_s or self._config.snapshot_timeout_s) + _JOIN_SLACK_S)
-        if self._last is None and not self._thread.is_alive():
+        wait_s = timeout_s or self._config.snapshot_timeout_s
+        last = await asyncio.to_thread(
+            lambda: self.snapshots.finish(last=last_snapshot, timeout_s=timeout_s, wait_s=wait_s)
+        )
+        if last is None and not self.snapshots.running:
             # Nothing more is published, but what was captured is worth a segment that the next run adopts.
-            await asyncio.wait({asyncio.wrap_future(self.stager.flush(self.table.freeze()))}, timeout=timeout_s)
+            await asyncio.wait({asyncio.wrap_future(self.stager.flush(self.freeze()))}, timeout=wait_s)
         self.gate.close()
-        await asyncio.to_thread(self.stager.close, wait=not self.stager.busy)
-        return self._last
+        await asyncio.to_thread(lambda: self.stager.close(wait=not self.stager.busy))
+        return last
 
     # ---- on the loop: what capture calls -----------------------------------------------------------------------
 
@@ -190,51 +185,7 @@ class RecoverySession:
             assert self._gate_open is not None
             await self._gate_open.wait()
         self._raise_if_failed()
-        digest = digests.request_digest(request)
-        call_id = digests.call_id(request.rollout, request.turn, digest)
-        live = self.table.get(call_id)
-        if live is not None:
-            return self._again(live, stop)
-        restored = self._restored.pop(call_id, None)
-        if restored is not None:
-            keep = not isinstance(restored.plan, resume.Restart)
-            return self._bring_back(restored.entry, restored.transcript, keep=keep)
-        known = self._ledger.get(call_id)
-        if known is not None and known.ended is not None:
-            transcripts = await asyncio.to_thread(self.read_ended, [call_id])
-            live = self.table.get(call_id)  # the same request may have come twice meanwhile
-            return self._again(live, stop) if live else self._bring_back(known, transcripts[call_id], keep=True)
-        return self.table.open(request, call_id, 0)
-
-    def _bring_back(self, entry: Entry, transcript: Transcript, *, keep: bool) -> LiveCall:
-        call = self.table.carry_on(
-            transcript.request,
-            entry.call_id,
-            entry.attempt,
-            transcript.token_ids.tolist() if keep else (),
-            transcript.logprobs.tolist() if keep else (),
-            transcript.version_spans if keep else (),
-        )
-        if entry.ended is not None:
-            call.settle_as_ended(*entry.ended)
-        return call
-
-    def _again(self, live: LiveCall, stop: StopRules) -> LiveCall:
-        """The same request while its call is in the table: a retry after an abort or error goes on where it was."""
-        if live.in_use:
-            raise InputError(
-                f"request {live.request.rollout!r} is running already",
-                hint="give every concurrent request an id of its own",
-            )
-        live.in_use = True
-        if live.ended is not None:
-            return live
-        n = len(live.transcript_ids)
-        plan = resume.plan(live.request, n, live.transcript_ids[-1] if n else None, stop)
-        if n and isinstance(plan, resume.Restart):
-            self.table.forget(live.call_id)
-            return self.table.open(live.request, live.call_id, live.attempt + 1)
-        return live
+        return await self._admission.admit(request, stop)
 
     def captured(self, call: LiveCall, token_ids: Any, logprobs: list[float] | None) -> None:
         """Take one engine output into the call's buffer."""
@@ -242,44 +193,35 @@ class RecoverySession:
         self.counters.tokens_captured += len(token_ids)
         if self.on_tokens is not None:
             self.on_tokens(call, len(token_ids))
-        if self._flush_at and call.n_pending >= self._flush_at:
-            self._want_flush()
+        self.flushing.pending(call.n_pending)
 
     async def terminal(self, call: LiveCall, finish_reason: str, stop_reason: int | str | None) -> None:
         """Make a call terminal as soon as no fence is up."""
-        assert self._fence_down is not None and self._loop is not None
+        assert self._fence_down is not None
         await self._fence_down.wait()
+        self._raise_if_failed()
         if self.keeps_results:
-            self._durable[call.call_id] = self._loop.create_future()
+            self._deliveries.ending(call)
         call.end(finish_reason, stop_reason)
-        if self._flush_at:
-            self._want_flush()
+        self.flushing.ended()
 
     def left(self, call: LiveCall) -> None:
         """The caller's stream is over: ended, aborted or failed."""
         call.in_use = False
         if call.ended is not None and self.keeps_results:
-            self._results[call.request.rollout] = call
+            self._deliveries.ended(call)
 
-    def _forget_ended(self) -> None:
-        """On the loop, after a snapshot: calls whose end the ledger has need no transcript here any more."""
-        for call in self.table.ended():
-            entry = self._ledger.get(call.call_id)
-            if not call.in_use and entry is not None and entry.ended is not None:
-                self.table.forget(call.call_id)
+    def freeze(self) -> list[Captured]:
+        """The cut: everything captured and not yet handed over. Synchronous."""
+        return self.table.freeze()
 
     async def durable(self, rollout: str) -> LiveCall:
         """The ended call of that request id, once its terminal record is in the store. Once per call.
 
         Only with `keeps_results`. Raises what stopped the session.
         """
-        call = self._results.pop(rollout)
-        waiter = self._durable.get(call.call_id)
         self._raise_if_failed()
-        if waiter is not None:
-            await waiter
-            self._durable.pop(call.call_id, None)
-        return call
+        return await self._deliveries.take(rollout)
 
     def note_uncaptured(self, request_id: str, kind: str) -> None:
         """A request that passes through: nothing of it can be stored in this version."""
@@ -308,94 +250,49 @@ class RecoverySession:
         """The engine process is gone: no snapshot is taken from here on, what was captured is flushed."""
         if self.dead_engine is None:
             self.dead_engine = error
-            self._want_flush()
+            self.flushing.want()
 
-    # ---- on the loop: flushing ---------------------------------------------------------------------------------
-
-    def _want_flush(self) -> None:
-        self._flush_wanted = True
-        if not self._flush_scheduled and self._loop is not None:
-            # After the other consumers of this engine step have had their turn: one segment for all of them.
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_scheduled = False
-        if not self._flush_wanted:
-            return
-        if self.stager.busy:
-            self.stager.refuse()
-            return
-        self._flush_wanted = False
-        self.stager.flush(self.table.freeze())
+    # ---- told by the stager's and the coordinator's threads -----------------------------------------------------
 
     def _on_staged(self, staged: Staged) -> None:
-        """In the stager's thread."""
-        if self._loop is not None and not self._loop.is_closed():
-            ended = [at.call_id for at in staged.coordinates if isinstance(at, EndedAt)]
-            self._loop.call_soon_threadsafe(self._staged_on_loop, ended)
+        ended = [at.call_id for at in staged.coordinates if isinstance(at, EndedAt)]
+        self._call_on_loop(self._staged_on_loop, ended)
 
     def _staged_on_loop(self, ended: list[CallId]) -> None:
-        for call_id in ended:
-            waiter = self._durable.get(call_id)
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
-        if self._flush_wanted and not self._flush_scheduled:
-            self._want_flush()
+        self._deliveries.stored(ended)
+        self.flushing.staged()
 
-    # ---- the coordinator's thread ------------------------------------------------------------------------------
-
-    def want_snapshot(self, cause: str = "request") -> None:
-        """Ask for a snapshot soon; returns at once."""
-        with self._wake:
-            self._wanted = cause
-            self._wake.notify_all()
-
-    def _take(self, cause: str, timeout_s: float | None = None) -> Attempt:
-        attempt = self._coordinator.take(cause, timeout_s)
+    def _on_attempt(self, attempt: Attempt) -> None:
         counters = self.counters
         if attempt.verdict is Verdict.PUBLISHED:
             counters.snapshots += 1
             counters.last_snapshot = attempt.snapshot
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._forget_ended)
+            self._call_on_loop(self._admission.forget_ended)
         else:
             counters.snapshots_abandoned += 1
             counters.last_abandoned = f"{attempt.step}: {attempt.error}"
         if attempt.verdict is Verdict.FENCED and isinstance(attempt.error, Fenced):
             self._fail(attempt.error)
-        return attempt
 
-    def _snapshots(self) -> None:
-        """The coordinator's thread: the only one that takes snapshots."""
-        try:
-            while True:
-                with self._wake:
-                    if self._wanted is None and not self._stopping:
-                        self._wake.wait(self._config.snapshot_interval_s)
-                    cause, self._wanted = self._wanted or "interval", None
-                    stopping = self._stopping
-                if self.failure is not None or self.dead_engine is not None:
-                    return
-                if stopping:
-                    if self._last_wanted:
-                        self._last = self._take("final", self._last_timeout_s)
-                    return
-                self._take(cause)
-        except Exception as error:
-            self._fail(EngineDead(f"the snapshot loop failed: {error!r}", hint="this is a bug; please report it"))
-            raise
+    def _on_snapshot_error(self, error: Exception) -> None:
+        self._fail(EngineDead(f"the snapshot loop failed: {error!r}", hint="this is a bug; please report it"))
+
+    def _call_on_loop(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(work, *arguments)
+
+    def want_snapshot(self, cause: str = "request") -> None:
+        """Ask for a snapshot soon; returns at once. From any thread."""
+        if self.capturing:
+            self.snapshots.request(cause)
 
     def _fail(self, error: RecoveryError) -> None:
         """From any thread: this process must stop; everybody who waits is told."""
         self.failure = error
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._fail_on_loop, error)
+        self._call_on_loop(self._fail_on_loop, error)
 
     def _fail_on_loop(self, error: RecoveryError) -> None:
-        for waiter in self._durable.values():
-            if not waiter.done():
-                waiter.set_exception(error)
+        self._deliveries.failed(error)
         for event in (self._fence_down, self._gate_open):
             if event is not None:
                 event.set()
@@ -421,7 +318,7 @@ class RecoverySession:
 
     def has_result(self, rollout: str) -> bool:
         """Whether `durable(rollout)` has something to give: False for a request that was not captured."""
-        return rollout in self._results
+        return self._deliveries.has(rollout)
 
     def history(self, call_id: CallId) -> tuple[Restore, ...]:
         """What restores did to a call, as published."""

@@ -44,6 +44,12 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--set", action="append", default=[], metavar="K=V", help="override a field, dotted: a.b=c")
     run.add_argument("--strict-input", action="store_true", help="stop at the first malformed prompt line")
     run.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    run.add_argument(
+        "--no-self-test",
+        dest="self_test",
+        action="store_false",
+        help="skip the seconds at the start in which resumes are graded; results then claim `statistical`",
+    )
     run.add_argument("--tally", type=Path, metavar="FILE", help="count tokens per sample in FILE (for measurements)")
     configs.add_arguments(run)
     demo = verbs.add_parser("demo", help="run, kill, continue and compare a job on a real model")
@@ -88,7 +94,7 @@ def _run_verb(arguments: argparse.Namespace) -> int:
 
             overrides = [*configs.overrides_from_args(arguments), *arguments.set]
             config = configs.load_config(arguments.config, overrides)
-            options = RunOptions(arguments.strict_input, arguments.quiet, arguments.tally)
+            options = RunOptions(arguments.strict_input, arguments.quiet, arguments.self_test, arguments.tally)
             return run_job(config, options)
         case "demo":
             from prefix_recovery.demo import run_demo

@@ -111,7 +111,7 @@ class Dispatch:
                     hint="undo the change, or give the changed job a store and an output of its own",
                 )
             if self._tally is not None:
-                self._tally.started(self._numbers[name], entry.n_tokens)
+                self._tally.started(self._numbers[name], entry.n_tokens, ended=entry.ended is not None)
             if entry.ended is not None:
                 ended[name] = entry
             elif entry.n_tokens:

@@ -33,6 +33,7 @@ from recovery.errors import EngineDead, RecoveryError
 from recovery.protocol import Verdict
 from vllm_hooks import RecoverySession, surface
 from vllm_hooks.fingerprint import engine_fields
+from vllm_hooks.parity import self_test
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class RunOptions:
 
     strict_input: bool = False
     quiet: bool = False
+    self_test: bool = True
     tally: Path | None = None
 
 
@@ -120,19 +122,34 @@ class _Run:
         try:
             self._lock.note(descendants(os.getpid()))
             progress.say(f"engine ready after {time.monotonic() - began:.0f} s")
-            session = self._open_session(engine.llm, progress)
-            return asyncio.run(self._loop(engine.llm, session, progress))
+            return asyncio.run(self._loop(engine.llm, progress))
         finally:
             engine.close()
 
-    def _open_session(self, llm: Any, progress: Progress) -> RecoverySession:
+    async def _grade(self, llm: Any, progress: Progress) -> str:
+        """What this engine's resumes may claim."""
+        if not self._options.self_test or effective_mode(self._config) == "off":
+            return "statistical"
+        parity = await self_test(llm)
+        progress.say(
+            f"self-test: {parity.n_calls - parity.n_different} of {parity.n_calls} resumed calls equal, "
+            f"largest logprob gap {parity.largest_gap:.2g}: resumes are {parity.grade}"
+        )
+        return parity.grade
+
+    def _open_session(self, llm: Any, grade: str, progress: Progress) -> RecoverySession:
         block = self._config.rollout_checkpointing
         if effective_mode(block) == "off":
             return RecoverySession.open(block)
         must, recorded = engine_fields(llm)
         must["job.samples_per_prompt"] = self._config.samples_per_prompt
         session = RecoverySession.open(
-            block, must=must, recorded=recorded, stop=surface.stop_rules(llm), keeps_results=True
+            block,
+            must=must,
+            recorded=recorded,
+            stop=surface.stop_rules(llm),
+            exactness=grade,
+            keeps_results=True,
         )
         self._captured = lambda: session.counters.tokens_captured
         restored = session.restored
@@ -146,9 +163,11 @@ class _Run:
             )
         return session
 
-    async def _loop(self, llm: Any, session: RecoverySession, progress: Progress) -> Outcome:
+    async def _loop(self, llm: Any, progress: Progress) -> Outcome:
         stop = asyncio.Event()
         self._catch_signals(stop)
+        grade = await self._grade(llm, progress)
+        session = await asyncio.to_thread(self._open_session, llm, grade, progress)
         tally = Tally(self._options.tally, len(self._samples)) if self._options.tally else None
         session.start()
         dispatch = Dispatch(self._config, llm, session, self._results, self._samples, progress, tally)

@@ -42,7 +42,7 @@ class Progress:
             self._bars.start()
 
     def say(self, line: str) -> None:
-        self._console.print(line, markup=False)
+        self._console.print(line, markup=False, soft_wrap=True)
 
     def finished(self, n: int) -> None:
         self._done += n

@@ -69,17 +69,18 @@ class Position:
     def gap(self) -> Unreadable | None:
         if not self.beyond:
             return None
-        seq = self.tail + 1
-        message = f"log slot {seq} ({log.slot_key(seq)}) is missing, and slots up to {self.beyond[-1]} exist"
-        return Unreadable(seq, ObjectMissing(message, hint=_PUT_BACK))
+        first = self.tail + 1
+        return Unreadable(first, _missing(first, self.beyond[0] - 1, f", and slots up to {self.beyond[-1]} exist"))
 
 
 def position(store: ObjectStore) -> Position:
     """The tail that a restore finds, and whether the log goes on behind it."""
-    tail = find_tail(store)
-    listed = (log.seq_of_key(item.key) for item in store.list(log.PREFIX, log.slot_key(tail + 1)))
-    beyond = sorted(seq for seq in listed if seq is not None)
-    return Position(tail, _hint(store, tail), tuple(beyond))
+    while True:
+        tail = find_tail(store)
+        listed = (log.seq_of_key(item.key) for item in store.list(log.PREFIX, log.slot_key(tail + 1)))
+        beyond = sorted(seq for seq in listed if seq is not None)
+        if not beyond or not slot_exists(store, tail + 1):  # else: a job that is running got on meanwhile
+            return Position(tail, _hint(store, tail), tuple(beyond))
 
 
 def _hint(store: ObjectStore, tail: int) -> Hint:
@@ -98,23 +99,35 @@ def _hint(store: ObjectStore, tail: int) -> Hint:
 
 
 def walk(store: ObjectStore, top: int) -> Iterator[Found]:
-    """Slots from `top` down to 1 (invariant 1)."""
+    """Slots from `top` down to 1 (invariant 1); slots that are missing in a row are one entry, the lowest of them."""
     later: Slot | None = None
-    for seq in range(top, 0, -1):
+    seq = top
+    while seq > 0:
         try:
             read = read_slot(store, seq)
-            if read is None:
-                raise ObjectMissing(f"log slot {seq} ({log.slot_key(seq)}) is missing", hint=_PUT_BACK)
-            if later is not None:
+            if read is not None and later is not None:
                 log.check_successor(read.slot, read.data, later)
-            elif seq == 1:
-                pass
         except (Damaged, FormatNotUnderstood) as error:
             later = None
             yield Unreadable(seq, error)
-            continue
-        later = read.slot
-        yield read
+        else:
+            later = None if read is None else read.slot
+            if read is not None:
+                yield read
+            else:
+                last, seq = seq, _next_below(store, seq) + 1
+                yield Unreadable(seq, _missing(seq, last))
+        seq -= 1
+
+
+def _next_below(store: ObjectStore, seq: int) -> int:
+    listed = (log.seq_of_key(item.key) for item in store.list(log.PREFIX))
+    return max((n for n in listed if n is not None and n < seq), default=0)
+
+
+def _missing(first: int, last: int, beyond: str = "") -> ObjectMissing:
+    which = f"slot {first} ({log.slot_key(first)}) is" if first == last else f"slots {first} to {last} are"
+    return ObjectMissing(f"log {which} missing{beyond}", hint=_PUT_BACK)
 
 
 def snapshot_of(slot: Slot) -> Snapshot:
@@ -153,23 +166,22 @@ def choose(store: ObjectStore, tail: int, text: str) -> Snapshot:
     """
     if text != "latest" and not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{text!r} is no snapshot", hint="a snapshot is named by its number, or by `latest`")
-    wanted = 0 if text == "latest" else int(text)
+    if text != "latest" and (exact := _numbered(store, tail, int(text))) is not None:
+        return exact
     begins: list[Snapshot] = []
-    first_error: Unreadable | None = None
+    skipped: list[Unreadable] = []
     n = 0
     for found in snapshots(store, tail):
         if isinstance(found, Unreadable):
-            if found.seq == wanted:
-                raise found.error
-            first_error = first_error or found
+            skipped.append(found)
             continue
-        n += 1
-        if found.id == wanted or text == "latest":
+        if text == "latest":
             return found
+        n += 1
         if str(found.id).startswith(text):
             begins.append(found)
     if n == 0:
-        raise first_error.error if first_error is not None else nothing_published()
+        raise skipped[0].error if skipped else nothing_published()
     if len(begins) == 1:
         return begins[0]
     hint = "list them: snapshot-inspect list STORE"
@@ -177,6 +189,19 @@ def choose(store: ObjectStore, tail: int, text: str) -> Snapshot:
         ids = ", ".join(str(snapshot.id) for snapshot in begins[::-1][:8])
         raise ConfigError(f"{text} could be any of {len(begins)} snapshots: {ids}", hint=hint)
     raise ConfigError(f"there is no snapshot {text}", hint=hint)
+
+
+def _numbered(store: ObjectStore, tail: int, seq: int) -> Snapshot | None:
+    """Snapshot `seq`, looked at together with the slot after it; None if that slot is none or no snapshot."""
+    if not 1 <= seq <= tail:
+        return None
+    for found in walk(store, min(seq + 1, tail)):
+        if isinstance(found, Unreadable):
+            if found.seq == seq:
+                raise found.error
+        elif found.slot.seq == seq:
+            return snapshot_of(found.slot) if found.slot.kind == "snapshot" else None
+    return None
 
 
 def nothing_published() -> NothingPublished:

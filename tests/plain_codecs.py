@@ -1,0 +1,229 @@
+"""Segment and ledger codecs in plain JSON, written from recovery.ports and docs/format.md alone.
+
+Owns: a second implementation of both codecs, without Arrow: the core is tested against its ports, and fast.
+Does not know: storage_backends.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood
+from recovery.model import (
+    BatchInfo,
+    CallId,
+    Chunk,
+    ChunkRef,
+    Ended,
+    Identity,
+    LedgerRow,
+    Opened,
+    PolicyVersion,
+    Record,
+    RecordRef,
+    Request,
+    Restarted,
+    Resumed,
+    SegmentInfo,
+)
+from recovery.ports import EncodedSegment
+
+
+def _pack(array: Any) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _unpack(text: str, dtype: Any) -> Any:
+    return np.frombuffer(base64.b64decode(text), dtype=dtype)
+
+
+def _record_as_json(record: Record) -> dict[str, Any]:
+    shared = {"call": record.call_id.hex(), "attempt": record.attempt}
+    match record:
+        case Opened(request=request):
+            fields = {
+                name: getattr(request, name)
+                for name in ("rollout", "turn", "restart_only", "source_digest", "sampling", "extra")
+            }
+            return {**shared, "kind": "opened", "prompt": _pack(request.prompt_token_ids), **fields}
+        case Chunk():
+            return {
+                **shared,
+                "kind": "chunk",
+                "start": record.start,
+                "tokens": _pack(record.token_ids),
+                "logprobs": None if record.logprobs is None else _pack(record.logprobs),
+                "mask": _pack(record.mask),
+                "version": [record.version.lineage, record.version.number],
+            }
+        case Ended():
+            return {
+                **shared,
+                "kind": "ended",
+                "n": record.n_tokens,
+                "reason": record.finish_reason,
+                "stop": record.stop_reason,
+            }
+
+
+def _record_from_json(value: dict[str, Any]) -> Record:
+    call_id, attempt = CallId(bytes.fromhex(value["call"])), value["attempt"]
+    if value["kind"] == "opened":
+        request = Request(
+            rollout=value["rollout"],
+            turn=value["turn"],
+            prompt_token_ids=_unpack(value["prompt"], np.int32),
+            sampling=value["sampling"],
+            restart_only=value["restart_only"],
+            source_digest=value["source_digest"],
+            extra=value["extra"],
+        )
+        return Opened(call_id=call_id, attempt=attempt, request=request)
+    if value["kind"] == "ended":
+        return Ended(
+            call_id=call_id,
+            attempt=attempt,
+            n_tokens=value["n"],
+            finish_reason=value["reason"],
+            stop_reason=value["stop"],
+        )
+    return Chunk(
+        call_id=call_id,
+        attempt=attempt,
+        start=value["start"],
+        token_ids=_unpack(value["tokens"], np.int32),
+        logprobs=None if value["logprobs"] is None else _unpack(value["logprobs"], np.float32),
+        mask=_unpack(value["mask"], np.bool_),
+        version=PolicyVersion(*value["version"]),
+    )
+
+
+class PlainSegments:
+    """recovery.ports.SegmentCodec; the sum is zlib's crc32, which the core never looks into."""
+
+    suffix = "json"
+
+    def encode(self, records: Sequence[Record], key_stem: str) -> EncodedSegment:
+        data = json.dumps([_record_as_json(record) for record in records]).encode()
+        crc = zlib.crc32(data)
+        return EncodedSegment(data, self._info(f"{key_stem}-{crc:08x}.{self.suffix}", data, len(records)))
+
+    def describe(self, key: str, data: bytes) -> SegmentInfo:
+        if f"{zlib.crc32(data):08x}" != key.removesuffix(".json").rpartition("-")[2]:
+            raise DigestMismatch(f"{key} does not have the sum in its name")
+        return self._info(key, data, len(json.loads(data)))
+
+    def _info(self, key: str, data: bytes, n: int) -> SegmentInfo:
+        crc = zlib.crc32(data)
+        return SegmentInfo(key=key, nbytes=len(data), crc32c=crc, batches=(BatchInfo(0, len(data), crc, n),))
+
+    def check(self, data: bytes, info: SegmentInfo) -> None:
+        if len(data) != info.nbytes or zlib.crc32(data) != info.crc32c:
+            raise DigestMismatch(f"{info.key} is not what was written")
+
+    def decode(self, data: bytes, info: SegmentInfo | None) -> list[Record]:
+        return [_record_from_json(value) for value in json.loads(data)]
+
+    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> list[Record]:
+        return self.decode(data, info)
+
+
+def _row_as_json(row: LedgerRow, numbers: Mapping[str, int]) -> dict[str, Any]:
+    who = row.identity
+    return {
+        "call": row.call_id.hex(),
+        "attempt": row.attempt,
+        "state": row.state,
+        "n": row.n_tokens,
+        "kept": row.kept,
+        "chunks": [
+            [
+                numbers[c.at.segment],
+                c.at.index,
+                c.start,
+                c.n_tokens,
+                c.digest.hex(),
+                c.version.lineage,
+                c.version.number,
+            ]
+            for c in row.chunks
+        ],
+        "identity": None
+        if who is None
+        else [
+            who.rollout,
+            who.turn,
+            who.request_digest.hex(),
+            who.source_digest,
+            who.restart_only,
+            who.opened.segment,
+            who.opened.index,
+        ],
+        "ended": row.ended,
+        "history": None
+        if row.history is None
+        else [
+            ["resume", e.at, e.snapshot, e.exactness]
+            if isinstance(e, Resumed)
+            else ["restart", e.at, e.snapshot, e.reason]
+            for e in row.history
+        ],
+    }
+
+
+def _row_from_json(value: dict[str, Any], keys: list[str]) -> LedgerRow:
+    who = value["identity"]
+    return LedgerRow(
+        call_id=CallId(bytes.fromhex(value["call"])),
+        attempt=value["attempt"],
+        state=value["state"],
+        n_tokens=value["n"],
+        kept=value["kept"],
+        chunks=tuple(
+            ChunkRef(RecordRef(keys[s], i), start, n, bytes.fromhex(digest), PolicyVersion(lineage, number))
+            for s, i, start, n, digest, lineage, number in value["chunks"]
+        ),
+        identity=None
+        if who is None
+        else Identity(
+            rollout=who[0],
+            turn=who[1],
+            request_digest=bytes.fromhex(who[2]),
+            source_digest=who[3],
+            restart_only=who[4],
+            opened=RecordRef(who[5], who[6]),
+        ),
+        ended=None if value["ended"] is None else (value["ended"][0], value["ended"][1]),
+        history=None
+        if value["history"] is None
+        else tuple((Resumed if kind == "resume" else Restarted)(*rest) for kind, *rest in value["history"]),
+    )
+
+
+class PlainLedgers:
+    """recovery.ports.LedgerCodec."""
+
+    suffix = "json"
+
+    def encode(self, header: Mapping[str, Any], rows: Sequence[LedgerRow]) -> bytes:
+        keys = [segment["key"] for segment in header["segments"]] + list(header["ancestors"])
+        assert len(set(keys)) == len(keys), "a segment is described twice"
+        numbers = {key: number for number, key in enumerate(keys)}
+        return json.dumps({"header": header, "rows": [_row_as_json(row, numbers) for row in rows]}).encode()
+
+    def decode(self, data: bytes) -> tuple[dict[str, Any], list[LedgerRow]]:
+        try:
+            value = json.loads(data)
+            header = value["header"]
+        except (ValueError, KeyError) as error:
+            raise Damaged(f"a ledger object is not JSON: {error}") from error
+        if header["version"] != 1 or header["requires"]:
+            raise FormatNotUnderstood(f"a ledger of version {header['version']} requires {header['requires']}")
+        keys = [segment["key"] for segment in header["segments"]] + header["ancestors"]
+        return header, [_row_from_json(row, keys) for row in value["rows"]]

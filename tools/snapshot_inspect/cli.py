@@ -1,0 +1,176 @@
+"""The command line of `snapshot-inspect`: arguments, help, errors, exit codes.
+
+Owns: the grammar, what is printed where, and that every way out has its exit code.
+Does not know: what a verb does (verbs.py).
+
+Invariants:
+1. Answers go to stdout, errors and progress to stderr. With --json stdout holds whole lines of JSON or nothing.
+2. An error is `error: message` and a line that says what to do next; its exit code is that of recovery.errors.
+3. Interrupting is safe at any time (130), and a reader that closes the pipe is no error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from recovery.errors import RecoveryError
+from snapshot_inspect import documents, verbs, views
+from snapshot_inspect.places import open_place
+from snapshot_inspect.newest import newest
+from snapshot_inspect.render import Screen
+from snapshot_inspect.survey import position
+from snapshot_inspect.texts import printable
+from snapshot_inspect.verbs import Answer
+
+INTERRUPTED = 130
+
+Verb = Callable[[argparse.Namespace, float], Answer]
+
+EXAMPLES = (
+    ("list", "snapshot-inspect list runs/17", "the snapshots of a store, or the stores of a folder"),
+    ("show", "snapshot-inspect show runs/17 12", "one snapshot: what it holds, which job it belongs to"),
+    ("latest", "snapshot-inspect latest runs/17", "what a restore would take, and what it would pass over"),
+    ("verify", "snapshot-inspect verify runs/17 --read-data", "is everything there, and as it was written?"),
+    ("calls", "snapshot-inspect calls runs/17", "the calls of a snapshot and how far they are"),
+    ("cat", "snapshot-inspect cat runs/17 p-3", "one call: tokens, logprobs, policy versions, text"),
+)
+
+_STORE = "a folder, or an address that open_store takes"
+_ID = "`latest`, a snapshot's number, or the digits that only one number begins with (default: latest)"
+_CODES = (
+    "exit codes: 0 fine, 1 problem found, 2 usage, 3 partly done, 10 no store there, 12 no permission, "
+    "13 format not understood, 14 nothing published, 20 store cannot be reached, 130 interrupted"
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="snapshot-inspect",
+        description="Look into the store of a rollout job. Nothing is written, and a running job is not disturbed.",
+        epilog=_CODES,
+        allow_abbrev=False,
+    )
+    sub = top.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def add(name: str, verb: Verb, *examples: str) -> argparse.ArgumentParser:
+        _, example, purpose = next(item for item in EXAMPLES if item[0] == name)
+        added = sub.add_parser(
+            name,
+            help=purpose,
+            description=purpose[0].upper() + purpose[1:],
+            epilog="\n".join(["examples:", *(f"  {text}" for text in (example, *examples)), "", _CODES]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        added.set_defaults(run=verb)
+        added.add_argument("store", metavar="STORE", help=_STORE)
+        added.add_argument("--json", action="store_true", help="one JSON document, or one object a line")
+        return added
+
+    one = add("list", verbs.list_, "snapshot-inspect list runs", "snapshot-inspect list runs/17 --last 5 --json")
+    one.add_argument("--last", type=_positive, metavar="N", help="only the newest N snapshots")
+    one = add("show", verbs.show, "snapshot-inspect show runs/17 latest --json")
+    one.add_argument("id", metavar="ID", help=_ID.replace(" (default: latest)", ""))
+    one = add("latest", verbs.latest, "snapshot-inspect latest runs/17 --check")
+    one.add_argument("--check", action="store_true", help="read everything that a restore reads before it takes one")
+    one = add("verify", verbs.verify_, "snapshot-inspect verify runs/17 --snapshot latest --json")
+    one.add_argument("--read-data", action="store_true", help="read every segment and check every token's digest")
+    one.add_argument("--snapshot", metavar="ID", help="only this one (default: all)")
+    one = add("calls", verbs.calls_, "snapshot-inspect calls runs/17 12 --state open")
+    one.add_argument("id", metavar="ID", nargs="?", default="latest", help=_ID)
+    one.add_argument("--state", choices=("open", "ended"), help="only these")
+    one = add("cat", verbs.cat, "snapshot-inspect cat runs/17 8c2f --tokenizer models/smollm2")
+    one.add_argument(
+        "call", metavar="CALL", help="a rollout's name, a call's id, or the digits that only one id begins with"
+    )
+    one.add_argument("id", metavar="ID", nargs="?", default="latest", help=_ID)
+    one.add_argument("--tokenizer", metavar="DIR", help="the folder of a tokenizer.json: show text as well")
+    return top
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns its exit code."""
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _main(argv: list[str]) -> int:
+    if not argv:
+        return _printed(Answer(0, [], _front_page), json=False)
+    try:
+        args = parser().parse_args(argv)
+    except SystemExit as leaving:  # argparse has said why, or has printed its help
+        return leaving.code if isinstance(leaving.code, int) else 2
+    try:
+        answer = args.run(args, time.time())
+    except RecoveryError as error:
+        _say(error, args.store)
+        return error.exit_code
+    return _printed(answer, json=args.json)
+
+
+def _say(error: RecoveryError, store: str) -> None:
+    print(f"error: {printable(error.message)}", file=sys.stderr)
+    if error.hint:
+        hint = error.hint.replace("STORE", shlex.quote(store))
+        print(f"  {printable(hint)}", file=sys.stderr)
+
+
+def _printed(answer: Answer, *, json: bool) -> int:
+    """Print an answer. Its exit code stands also if nobody reads to the end."""
+    try:
+        if json:
+            if hasattr(sys.stdout, "reconfigure"):  # what JSON escapes in no other encoding: a lone surrogate
+                sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+            for document in answer.documents:
+                print(documents.dump(document))
+        else:
+            if hasattr(sys.stdout, "reconfigure"):
+                sys.stdout.reconfigure(errors="backslashreplace")
+            answer.show(Screen(sys.stdout))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; let that go nowhere.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return answer.exit_code
+
+
+def _front_page(screen: Screen) -> None:
+    """What is shown without arguments: the verbs by example, and this folder's latest snapshot if it is a store."""
+    screen.line("Look into the store of a rollout job. Nothing is written, and a running job is not disturbed.")
+    screen.line()
+    screen.facts([(example, purpose) for _, example, purpose in EXAMPLES])
+    screen.line()
+    screen.line("`snapshot-inspect VERB --help` says more; --json works with every verb.")
+    if not os.path.isfile("format.json"):
+        return
+    screen.line()
+    try:
+        place = open_place(".")
+        found = newest(place.store, position(place.store))
+    except RecoveryError as error:
+        screen.line(f"This folder is a store, but: {error.message}")
+        return
+    screen.line("This folder is a store:")
+    views.latest(screen, documents.latest(place, found, time.time()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""What was found, as the JSON documents of docs/schemas/.
+
+Owns: every field of every document, and the form of floats that JSON lacks.
+Does not know: files, terminals; how anything was found.
+
+Invariants:
+1. A document validates against its schema; fields are only ever added.
+2. What a log entry states is passed on only if it has the right type; else it is null.
+3. A float32 comes back bit for bit from its JSON form (but for the payload of a NaN).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from recovery.errors import Damaged, FormatNotUnderstood, RecoveryError
+from recovery.ledger import Entry
+from recovery.log import Slot, slot_key
+from recovery.model import ENDED, Restarted, Restore, Resumed
+from recovery.ports import ObjectStore
+from recovery.snapshots import Snapshot, get_object
+from snapshot_inspect.calls import Call
+from snapshot_inspect.findings import Finding
+from snapshot_inspect.newest import Adopted, Newest
+from snapshot_inspect.places import Place
+from snapshot_inspect.survey import Unreadable
+from snapshot_inspect.texts import utc_text
+from snapshot_inspect.verify import Verification
+
+Document = dict[str, Any]
+COUNTS = ("calls", "open", "ended", "tokens", "chunks", "segments", "nbytes")
+
+
+def dump(document: Document) -> str:
+    """One line of JSON."""
+    return json.dumps(document, ensure_ascii=False, allow_nan=False)
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def _int(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _moment(utc: float, now: float) -> Document:
+    text = utc_text(utc)
+    return {"utc": text, "age_s": None if text is None else round(now - utc, 3)}
+
+
+def _counts(slot: Slot) -> Document:
+    stated = slot.body.get("counts")
+    return {name: _int(stated.get(name)) if isinstance(stated, dict) else None for name in COUNTS}
+
+
+def _snapshot(slot: Slot, now: float) -> Document:
+    body = slot.body
+    return {
+        "id": slot.seq,
+        **_moment(slot.utc, now),
+        "epoch": slot.epoch,
+        "owner": slot.owner,
+        "cause": _text(body.get("cause")),
+        "restored_from": _int(body.get("restored_from")),
+        "fingerprint": _text(body.get("fingerprint")),
+        "depth": _int(body.get("depth")),
+        "bytes_written": _int(body.get("bytes_written")),
+        "counts": _counts(slot),
+    }
+
+
+def _slot(slot: Slot, now: float) -> Document:
+    moment = _moment(slot.utc, now)
+    return {"seq": slot.seq, "kind": slot.kind, "epoch": slot.epoch, "owner": slot.owner, **moment}
+
+
+def _history(history: Iterable[Restore]) -> list[Document]:
+    return [_restore(item) for item in history]
+
+
+def _restore(item: Restore) -> Document:
+    match item:
+        case Resumed():
+            return {"kind": "resume", "at": item.at, "snapshot": item.snapshot, "exactness": item.exactness}
+        case Restarted():
+            return {"kind": "restart", "at": item.at, "snapshot": item.snapshot, "reason": item.reason}
+
+
+def _adoption(adopted: Adopted) -> Document:
+    return {
+        "segments": adopted.segments,
+        "tokens": adopted.tokens,
+        "rejected": [{"reason": reason, "records": n} for reason, n in sorted(adopted.rejected.items())],
+        "passed_over": [{"object": key, "reason": reason} for key, reason in adopted.passed_over],
+    }
+
+
+def _float(value: float) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+def list_row(place: Place, found: Snapshot | Unreadable, ledger_keys: set[str], now: float) -> Document:
+    if isinstance(found, Unreadable):
+        return {
+            "row": "unreadable",
+            "store": place.address,
+            "id": found.seq,
+            "object": slot_key(found.seq),
+            "understood": not isinstance(found.error, FormatNotUnderstood),
+            "reason": found.error.message,
+        }
+    present = found.ledger.key in ledger_keys
+    return {"row": "snapshot", "store": place.address, **_snapshot(found.slot, now), "ledger_present": present}
+
+
+def store_row(name: str, address: str, found: Newest | RecoveryError, now: float) -> Document:
+    row = {"row": "store", "store": address, "name": name}
+    if isinstance(found, Newest):
+        shown = _snapshot(found.snapshot.slot, now)
+        fields = {key: shown[key] for key in ("utc", "age_s", "epoch", "counts")}
+        passed_over = bool(found.passed_over)
+        error = f"{found.passed_over[0].what}: {found.passed_over[0].error.message}" if passed_over else None
+        return {**row, "latest": found.snapshot.id, **fields, "error": error, "exit_code": int(passed_over)}
+    nothing = {"latest": None, "utc": None, "age_s": None, "epoch": None, "counts": None}
+    return {**row, **nothing, "error": found.message, "exit_code": found.exit_code}
+
+
+def latest(place: Place, found: Newest, now: float) -> Document:
+    note = found.position.hint.note
+    return {
+        "store": place.address,
+        **_snapshot(found.snapshot.slot, now),
+        "tail": found.position.tail,
+        "newer": [_slot(slot, now) for slot in found.newer],
+        "passed_over": [
+            {"object": slot_key(item.seq), "what": item.what, "reason": item.error.message}
+            for item in found.passed_over
+        ],
+        "checked": found.adoption is not None,
+        "adoption": None if found.adoption is None else _adoption(found.adoption),
+        "notes": [note] if note else [],
+    }
+
+
+def show(place: Place, snapshot: Snapshot, newest_id: int, previous: Snapshot | None, now: float) -> Document:
+    job, problems = _job(place.store, snapshot)
+    document = _snapshot(snapshot.slot, now)
+    return {
+        "store": place.address,
+        **document,
+        "latest": newest_id,
+        "previous": None if previous is None else previous.id,
+        "since_previous": None if previous is None else _difference(document["counts"], _counts(previous.slot)),
+        "slot": {"key": slot_key(snapshot.id), "nonce": snapshot.slot.nonce, "prev": snapshot.slot.prev},
+        "ledger": snapshot.ledger.as_json(),
+        "states": [{"name": name, **ref.as_json()} for name, ref in sorted(snapshot.states.items())],
+        "job": job,
+        "problems": problems,
+    }
+
+
+def _difference(now: Document, before: Document) -> Document:
+    names = ("calls", "ended", "tokens", "segments")
+    return {name: None if None in (now[name], before[name]) else now[name] - before[name] for name in names}
+
+
+def _job(store: ObjectStore, snapshot: Snapshot) -> tuple[Document | None, list[str]]:
+    """The compatibility record, and what is wrong with it."""
+    ref = snapshot.states.get("job")
+    if ref is None:
+        return None, []
+    try:
+        record = json.loads(get_object(store, ref))
+        return {"must": dict(record["must"]), "recorded": dict(record.get("recorded", {}))}, []
+    except Damaged as error:
+        return None, [error.message]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return None, [f"{ref.key} is no compatibility record: {error}"]
+
+
+def verification(place: Place, found: Verification) -> Document:
+    mark, hint, around = place.mark, found.position.hint, found.leftovers
+    notes = [hint.note] if hint.note else []
+    if not found.snapshots and not found.findings:
+        notes.append("no snapshot was published yet")
+    return {
+        "store": place.address,
+        "ok": found.exit_code == 0,
+        "read_data": found.read_data,
+        "format": {
+            "version": mark["version"],
+            "store_id": _text(mark.get("store_id")),
+            "writer": _text(mark.get("writer")),
+        },
+        "tail": max(found.position.beyond, default=found.position.tail),
+        "hint": {"state": hint.state, "tail": hint.tail},
+        "checked": asdict(found.tally),
+        "snapshots": [asdict(status) for status in found.snapshots],
+        "problems": [_finding(finding) for finding in found.findings],
+        "restore_from": found.restore_from,
+        "adoption": _adoption(around.adoption),
+        "unreferenced": [{"object": item.key, "nbytes": item.nbytes, "why": item.why} for item in around.unreferenced],
+        "foreign": around.foreign,
+        "unfinished": around.unfinished,
+        "notes": notes,
+    }
+
+
+def _finding(finding: Finding) -> Document:
+    problem = finding.problem
+    return {
+        "object": problem.object,
+        "kind": problem.kind,
+        "message": problem.message,
+        "hint": problem.hint,
+        "snapshots": finding.snapshots,
+        "affected": [asdict(item) for item in problem.affected],
+    }
+
+
+def _call(entry: Entry, snapshot_id: int) -> Document:
+    finish_reason, stop_reason = entry.ended if entry.ended is not None else (None, None)
+    return {
+        "snapshot": snapshot_id,
+        "call_id": entry.call_id.hex(),
+        "rollout": entry.identity.rollout,
+        "turn": entry.identity.turn,
+        "attempt": entry.attempt,
+        "state": "ended" if entry.state == ENDED else "open",
+        "n_tokens": entry.n_tokens,
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
+        "restart_only": entry.identity.restart_only,
+    }
+
+
+def call_row(entry: Entry, snapshot_id: int) -> Document:
+    n_segments = len({entry.identity.opened.segment, *(chunk.at.segment for chunk in entry.chunks)})
+    sizes = {"n_chunks": len(entry.chunks), "n_segments": n_segments}
+    return {**_call(entry, snapshot_id), **sizes, "history": _history(entry.history)}
+
+
+def cat(place: Place, call: Call, texts: tuple[str, str] | None) -> Document:
+    """`texts`: prompt and generated text, if a tokenizer was given."""
+    entry, transcript = call.entry, call.transcript
+    request = transcript.request
+    prompt_text, text = texts if texts is not None else (None, None)
+    return {
+        "store": place.address,
+        **_call(entry, call.snapshot),
+        "source_digest": entry.identity.source_digest,
+        "request_digest": entry.identity.request_digest.hex(),
+        "prompt_token_ids": request.prompt_token_ids.tolist(),
+        "sampling": dict(request.sampling),
+        "extra": dict(request.extra),
+        "token_ids": transcript.token_ids.tolist(),
+        "logprobs": floats(transcript.logprobs.tolist()),
+        "version_spans": [
+            [start, end, version.lineage, version.number] for start, end, version in transcript.version_spans
+        ],
+        "chunks": [
+            {
+                "start": chunk.start,
+                "stop": chunk.stop,
+                "segment": chunk.at.segment,
+                "index": chunk.at.index,
+                "digest": chunk.digest.hex(),
+            }
+            for chunk in entry.chunks
+        ],
+        "history": _history(entry.history),
+        "prompt_text": prompt_text,
+        "text": text,
+    }
+
+
+def floats(values: Sequence[float]) -> list[float | str]:
+    """JSON has no NaN and no infinity: they are the strings `NaN`, `Infinity`, `-Infinity`."""
+    return [_float(value) for value in values]

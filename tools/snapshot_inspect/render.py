@@ -1,0 +1,82 @@
+"""Facts and rows on a terminal or in a pipe.
+
+Owns: the difference between the two: rich tables here, plain aligned text there.
+Does not know: what the facts are about.
+
+Invariants:
+1. In a pipe there is no colour, no box and no line that depends on the width of anything but the content; columns are
+   separated by at least two spaces, one row is one line.
+2. Cells are made printable here, once; no text of a store is ever taken for markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from snapshot_inspect.texts import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Fact = tuple[str, str]
+GAP = "  "
+
+
+class Screen:
+    """Where people read."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._console: Console | None = None
+        if stream.isatty():
+            from rich.console import Console
+
+            self._console = Console(file=stream, highlight=False, emoji=False)
+
+    def line(self, text: str = "", style: str = "") -> None:
+        if self._console is None:
+            print(printable(text), file=self._stream)
+        else:
+            from rich.text import Text
+
+            self._console.print(Text(printable(text), style), soft_wrap=True)
+
+    def facts(self, facts: Sequence[Fact]) -> None:
+        """One `name  value` a line; the same name again is left out."""
+        width = max((len(name) for name, _ in facts), default=0)
+        for name, value in facts:
+            if self._console is None:
+                print(f"{name:<{width}}{GAP}{printable(value)}".rstrip(), file=self._stream)
+            else:
+                from rich.text import Text
+
+                text = Text.assemble((f"{name:<{width}}", "bold"), GAP, printable(value))
+                self._console.print(text, soft_wrap=True)
+
+    def rows(self, heads: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[str] = frozenset()) -> None:
+        """A table; the columns whose heads are in `right` are aligned there."""
+        cells = [[printable(cell) for cell in row] for row in rows]
+        if self._console is None:
+            self._plain(heads, cells, right)
+            return
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for head in heads:
+            table.add_column(head, justify="right" if head in right else "left", overflow="fold")
+        for row in cells:
+            table.add_row(*(Text(cell) for cell in row))
+        self._console.print(table)
+
+    def _plain(self, heads: Sequence[str], rows: list[list[str]], right: frozenset[str]) -> None:
+        table = [list(heads), *([cell or "-" for cell in row] for row in rows)]
+        widths = [max(len(row[i]) for row in table) for i in range(len(heads))]
+        for row in table:
+            padded = [
+                f"{cell:>{width}}" if head in right else f"{cell:<{width}}"
+                for head, cell, width in zip(heads, row, widths, strict=True)
+            ]
+            print(GAP.join(padded).rstrip(), file=self._stream)

@@ -1,0 +1,141 @@
+"""The verbs: from arguments to documents, an exit code and a way to show them.
+
+Owns: which parts each verb reads, and what its exit code says about what was found.
+Does not know: the command line's grammar, how errors are printed.
+
+Invariants:
+1. A verb reads first and answers when it is done: what fails leaves stdout empty.
+2. Arrow is loaded only where a ledger is read.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from recovery.errors import Damaged, FormatNotUnderstood, RecoveryError
+from recovery.model import ENDED, OPEN
+from recovery.snapshots import Snapshot
+from snapshot_inspect import calls, documents, views
+from snapshot_inspect.documents import Document
+from snapshot_inspect.newest import Newest, newest
+from snapshot_inspect.places import Place, ledger_codec, open_folder, open_place, segment_codec
+from snapshot_inspect.progress import progress_on
+from snapshot_inspect.render import Screen
+from snapshot_inspect.survey import Unreadable, choose, nothing_published, position, snapshots
+from snapshot_inspect.tokenizer import Texts
+from snapshot_inspect.verify import verify
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a verb says: `documents` for --json, one a line; `show` for people."""
+
+    exit_code: int
+    documents: list[Document]
+    show: Callable[[Screen], None]
+
+
+def list_(args: Namespace, now: float) -> Answer:
+    below = open_folder(args.store)
+    if below:
+        return _list_stores(below, now)
+    place = open_place(args.store)
+    at = position(place.store)
+    ledger_keys = {item.key for item in place.store.list("ledger/")}
+    found: list[Snapshot | Unreadable] = [] if at.gap is None else [at.gap]
+    n = 0
+    for item in snapshots(place.store, at.tail):
+        found.append(item)
+        n += isinstance(item, Snapshot)
+        if n == args.last:
+            break
+    if not found:
+        raise nothing_published()
+    rows = [documents.list_row(place, item, ledger_keys, now) for item in reversed(found)]
+    bad = [item.error for item in found if isinstance(item, Unreadable)]
+    return Answer(_worst(bad), rows, lambda screen: views.snapshots(screen, rows))
+
+
+def _worst(errors: list[Damaged | FormatNotUnderstood]) -> int:
+    if not errors:
+        return 0
+    return max(error.exit_code for error in errors) if all(_newer(e) for e in errors) else Damaged.exit_code
+
+
+def _newer(error: RecoveryError) -> bool:
+    return isinstance(error, FormatNotUnderstood)
+
+
+def _list_stores(below: list[tuple[str, str]], now: float) -> Answer:
+    rows = []
+    for name, address in below:
+        found: Newest | RecoveryError
+        try:
+            store = open_place(address).store
+            found = newest(store, position(store))
+        except RecoveryError as error:
+            found = error
+        rows.append(documents.store_row(name, address, found, now))
+    fine = all(row["exit_code"] in (0, nothing_published().exit_code) for row in rows)
+    return Answer(0 if fine else 3, rows, lambda screen: views.stores(screen, rows))
+
+
+def latest(args: Namespace, now: float) -> Answer:
+    place = open_place(args.store)
+    codecs = (segment_codec(), ledger_codec()) if args.check else None
+    found = newest(place.store, position(place.store), codecs)
+    document = documents.latest(place, found, now)
+    code = Damaged.exit_code if found.passed_over else 0
+    return Answer(code, [document], lambda screen: views.latest(screen, document))
+
+
+def show(args: Namespace, now: float) -> Answer:
+    place = open_place(args.store)
+    tail = position(place.store).tail
+    snapshot = choose(place.store, tail, args.id)
+    newest_one = snapshot if args.id == "latest" else choose(place.store, tail, "latest")
+    earlier = snapshots(place.store, snapshot.id - 1)
+    previous = next((item for item in earlier if isinstance(item, Snapshot)), None)
+    document = documents.show(place, snapshot, newest_one.id, previous, now)
+    code = Damaged.exit_code if document["problems"] else 0
+    return Answer(code, [document], lambda screen: views.show(screen, document))
+
+
+def verify_(args: Namespace, now: float) -> Answer:
+    place = open_place(args.store)
+    only = None
+    if args.snapshot is not None:
+        only = choose(place.store, position(place.store).tail, args.snapshot).id
+    progress = progress_on(sys.stderr) if args.read_data else None
+    found = verify(place, segment_codec(), ledger_codec(), only=only, read_data=args.read_data, progress=progress)
+    document = documents.verification(place, found)
+    return Answer(found.exit_code, [document], lambda screen: views.verification(screen, document))
+
+
+def _chosen(args: Namespace) -> tuple[Place, Snapshot]:
+    place = open_place(args.store)
+    return place, choose(place.store, position(place.store).tail, args.id)
+
+
+def calls_(args: Namespace, now: float) -> Answer:
+    place, snapshot = _chosen(args)
+    entries = calls.in_order(calls.read_ledger(place.store, ledger_codec(), snapshot))
+    wanted = {"open": {OPEN}, "ended": {ENDED}}.get(args.state, {OPEN, ENDED})
+    rows = [documents.call_row(entry, snapshot.id) for entry in entries if entry.state in wanted]
+    return Answer(0, rows, lambda screen: views.calls(screen, rows))
+
+
+def cat(args: Namespace, now: float) -> Answer:
+    texts = None if args.tokenizer is None else Texts(args.tokenizer)
+    place, snapshot = _chosen(args)
+    ledger = calls.read_ledger(place.store, ledger_codec(), snapshot)
+    entry = calls.find_call(ledger, args.call)
+    call = calls.read_call(place.store, segment_codec(), ledger, entry, snapshot.id)
+    prompt, generated = call.transcript.request.prompt_token_ids.tolist(), call.transcript.token_ids.tolist()
+    said = None if texts is None else (texts.text(prompt), texts.text(generated))
+    pieces = None if texts is None else texts.pieces(generated)
+    document = documents.cat(place, call, said)
+    return Answer(0, [document], lambda screen: views.cat(screen, document, pieces))

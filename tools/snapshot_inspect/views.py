@@ -1,0 +1,302 @@
+"""The documents as people read them: facts and rows.
+
+Owns: which fields of a document are shown, in which order and words.
+Does not know: terminals (render.py), how the documents came to be.
+
+Invariants:
+1. Everything shown is in the document; nothing else is read.
+2. What is wrong stands after what was found, so that it is what is left on the screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from snapshot_inspect.documents import Document
+from snapshot_inspect.render import Fact, Screen
+from snapshot_inspect.texts import age_text, count_text, nbytes_text, time_text
+
+NUMBERS = frozenset(
+    {"id", "epoch", "calls", "open", "ended", "tokens", "segments", "size", "written", "turn", "attempt"}
+)
+_MOST = 12
+"""Names of one kind that are listed before `and n more`."""
+
+
+def snapshots(screen: Screen, rows: Sequence[Document]) -> None:
+    heads = (
+        "id",
+        "taken (UTC)",
+        "age",
+        "cause",
+        "epoch",
+        "calls",
+        "open",
+        "ended",
+        "tokens",
+        "segments",
+        "size",
+        "note",
+    )
+    screen.rows(heads, [_snapshot_row(row) for row in rows], NUMBERS)
+
+
+def _snapshot_row(row: Document) -> list[str]:
+    if row["row"] == "unreadable":
+        word = "damaged" if row["understood"] else "not understood"
+        return [str(row["id"]), *[""] * 10, f"{word}: {row['reason']}"]
+    counts = row["counts"]
+    note = "" if row["ledger_present"] else "its ledger is gone"
+    return [
+        str(row["id"]),
+        _utc(row),
+        age_text(row["age_s"]),
+        row["cause"] or "",
+        str(row["epoch"]),
+        *(_number(counts[name]) for name in ("calls", "open", "ended", "tokens", "segments")),
+        _size(counts["nbytes"]),
+        note,
+    ]
+
+
+def stores(screen: Screen, rows: Sequence[Document]) -> None:
+    heads = ("store", "latest", "taken (UTC)", "age", "epoch", "calls", "open", "ended", "tokens", "size", "note")
+    screen.rows(heads, [_store_row(row) for row in rows], NUMBERS | {"latest"})
+
+
+def _store_row(row: Document) -> list[str]:
+    counts = row["counts"] or {}
+    return [
+        row["name"],
+        _number(row["latest"]),
+        _utc(row) if row["latest"] is not None else "",
+        age_text(row["age_s"]) if row["latest"] is not None else "",
+        _number(row["epoch"]),
+        *(_number(counts.get(name)) for name in ("calls", "open", "ended", "tokens")),
+        _size(counts.get("nbytes")),
+        row["error"] or "",
+    ]
+
+
+def latest(screen: Screen, document: Document) -> None:
+    facts = _snapshot_facts(document)
+    if document["newer"]:
+        facts.append(("newer slots", ", ".join(f"{slot['seq']} {slot['kind']}" for slot in document["newer"][:_MOST])))
+    if document["checked"]:
+        facts.append(("checked", "ledger, states, segments and the tokens of open calls, as a restore does"))
+        facts += _adoption_facts(document["adoption"])
+    else:
+        facts.append(("checked", "the log only (--check verifies as a restore would)"))
+    facts += [("note", note) for note in document["notes"]]
+    facts += [("passed over", f"{item['what']}: {item['reason']}") for item in document["passed_over"]]
+    screen.facts(facts)
+
+
+def _snapshot_facts(document: Document) -> list[Fact]:
+    counts = document["counts"]
+    calls = f"{count_text(counts['calls'], 'call')} ({_number(counts['open'])} open, {_number(counts['ended'])} ended)"
+    sizes = f"{count_text(counts['segments'], 'segment')} ({_size(counts['nbytes'])})"
+    facts = [
+        ("snapshot", str(document["id"])),
+        ("taken", time_text(document["utc"], document["age_s"])),
+        ("cause", _cause(document)),
+        ("epoch", f"{document['epoch']}, {document['owner'] or 'owner unknown'}"),
+        ("calls", calls),
+        ("tokens", f"{_number(counts['tokens'])} in {count_text(counts['chunks'], 'chunk')}, {sizes}"),
+    ]
+    return facts
+
+
+def _cause(document: Document) -> str:
+    cause = document["cause"] or "unknown"
+    return cause if document["restored_from"] is None else f"{cause} (restored from {document['restored_from']})"
+
+
+def _adoption_facts(adoption: Document) -> list[Fact]:
+    segments = adoption["segments"]
+    facts = []
+    if segments:
+        what = f"{count_text(len(segments), 'unpublished segment')} with {count_text(adoption['tokens'], 'token')}"
+        facts.append(("would adopt", what))
+    facts += [("cannot adopt", f"{item['object']}: {item['reason']}") for item in adoption["passed_over"][:_MOST]]
+    return facts
+
+
+def show(screen: Screen, document: Document) -> None:
+    facts = _snapshot_facts(document)
+    facts[0] = ("snapshot", f"{document['id']} ({_place_in_log(document)})")
+    if (since := document["since_previous"]) is not None:
+        change = ", ".join(f"{_signed(since[name])} {name}" for name in ("calls", "ended", "tokens", "segments"))
+        facts.append(("change", f"{change} since snapshot {document['previous']}"))
+    ledger = document["ledger"]
+    facts.append(("ledger", f"{ledger['key']}, {_size(ledger['nbytes'])}, {_number(document['depth'])} above its base"))
+    facts += [("state", f"{s['name']}: {s['key']}, {_size(s['nbytes'])}") for s in document["states"]]
+    facts.append(("written", _size(document["bytes_written"])))
+    facts.append(("fingerprint", document["fingerprint"] or "none"))
+    job = document["job"] or {"must": {}, "recorded": {}}
+    facts += [("must match", f"{name} = {value}") for name, value in sorted(job["must"].items())]
+    facts += [("recorded", f"{name} = {value}") for name, value in sorted(job["recorded"].items())]
+    facts += [("problem", problem) for problem in document["problems"]]
+    screen.facts(facts)
+
+
+def _place_in_log(document: Document) -> str:
+    return "the latest" if document["id"] == document["latest"] else f"the latest is {document['latest']}"
+
+
+def verification(screen: Screen, document: Document) -> None:
+    checked = document["checked"]
+    facts = [
+        ("store", f"format {document['format']['version']}, written by {document['format']['writer'] or 'unknown'}"),
+        ("log", f"{count_text(checked['slots'], 'slot')}, the newest is {document['tail']}"),
+    ]
+    for status in ("sound", "collected", "damaged", "not_understood"):
+        ids = [item["id"] for item in document["snapshots"] if item["status"] == status]
+        if ids:
+            facts.append((status.replace("_", " "), _ids(ids)))
+    facts.append(("checked", _checked(checked, document["read_data"])))
+    facts += _adoption_facts(document["adoption"])
+    facts += _kinds(
+        "unreferenced", [item["object"] for item in document["unreferenced"]], "object that waits for collection"
+    )
+    facts += _kinds("foreign", document["foreign"], "file that is not part of the store")
+    if document["unfinished"]:
+        facts.append(("unfinished", f"{count_text(document['unfinished'], 'file')} in .tmp"))
+    facts += [("note", note) for note in document["notes"]]
+    screen.facts(facts)
+    for problem in document["problems"]:
+        screen.line()
+        screen.facts(_problem(problem))
+    screen.line()
+    n = len(document["problems"])
+    screen.line(f"{count_text(n, 'problem')} found" if n else "no problem found", "bold red" if n else "bold green")
+
+
+def _checked(checked: dict[str, int], read_data: bool) -> str:
+    structure = f"{count_text(checked['ledger_objects'], 'ledger object')}, {count_text(checked['states'], 'state')}"
+    segments = count_text(checked["segments"], "segment")
+    if not read_data:
+        return f"{structure}; {segments} by name and size (--read-data reads them)"
+    data = f"{checked['tokens']} tokens in {count_text(checked['chunks'], 'chunk')}"
+    return f"{structure}; {segments} byte by byte ({_size(checked['nbytes'])}): {data}, {count_text(checked['requests'], 'request')}"
+
+
+def _kinds(name: str, objects: list[str], what: str) -> list[Fact]:
+    if not objects:
+        return []
+    return [(name, f"{count_text(len(objects), what, _plural(what))}: {_names(objects)}")]
+
+
+def _plural(what: str) -> str:
+    return what.replace("object that waits", "objects that wait").replace("file that is", "files that are")
+
+
+def _problem(problem: Document) -> list[Fact]:
+    facts = [("problem", problem["message"])]
+    if problem["affected"]:
+        facts.append(("affects", _names([_affected(item) for item in problem["affected"]], "; ")))
+    if problem["snapshots"]:
+        facts.append(("in", f"snapshot {_ids(problem['snapshots'])}"))
+    if problem["hint"]:
+        facts.append(("hint", problem["hint"]))
+    return facts
+
+
+def _affected(item: Document) -> str:
+    what = "the request" if item["start"] is None else f"tokens {item['start']} to {item['stop']}"
+    return f"{what} of {item['rollout']} ({item['call_id']})"
+
+
+def calls(screen: Screen, rows: Sequence[Document]) -> None:
+    heads = ("call", "rollout", "turn", "state", "tokens", "chunks", "attempt", "ended by", "restores", "restart only")
+    screen.rows(heads, [_call_row(row) for row in rows], NUMBERS | {"chunks"})
+
+
+def _call_row(row: Document) -> list[str]:
+    return [
+        row["call_id"],
+        row["rollout"],
+        str(row["turn"]),
+        row["state"],
+        str(row["n_tokens"]),
+        str(row["n_chunks"]),
+        str(row["attempt"]),
+        _ended_by(row),
+        " ".join(f"{item['kind']}@{item['at']}" for item in row["history"]),
+        row["restart_only"],
+    ]
+
+
+def _ended_by(row: Document) -> str:
+    reason = row["finish_reason"] or ""
+    return reason if row["stop_reason"] is None else f"{reason} ({row['stop_reason']})"
+
+
+def cat(screen: Screen, document: Document, pieces: Sequence[str] | None) -> None:
+    """`pieces`: the text of each token, if a tokenizer was given."""
+    facts = [
+        ("call", document["call_id"]),
+        ("rollout", f"{document['rollout']}, turn {document['turn']}, attempt {document['attempt']}"),
+        ("snapshot", str(document["snapshot"])),
+        ("state", " ".join(filter(None, (document["state"], _ended_by(document))))),
+        ("prompt", count_text(len(document["prompt_token_ids"]), "token")),
+        ("tokens", str(document["n_tokens"])),
+        (
+            "sampling",
+            ", ".join(f"{name}={value}" for name, value in sorted(document["sampling"].items())) or "defaults",
+        ),
+    ]
+    if document["restart_only"]:
+        facts.append(("restart only", document["restart_only"]))
+    facts += [("restore", _event(item)) for item in document["history"]]
+    if document["text"] is not None:
+        facts += [("prompt text", document["prompt_text"]), ("text", document["text"])]
+    screen.facts(facts)
+    screen.line()
+    heads = ("position", "token", "logprob", "version", *(() if pieces is None else ("text",)))
+    screen.rows(heads, list(_token_rows(document, pieces)), frozenset({"position", "token", "logprob"}))
+
+
+def _event(item: Document) -> str:
+    if item["kind"] == "resume":
+        return f"carried on at {item['at']} by snapshot {item['snapshot']}, {item['exactness']}"
+    return f"begun again by snapshot {item['snapshot']}, {item['at']} tokens thrown away: {item['reason']}"
+
+
+def _token_rows(document: Document, pieces: Sequence[str] | None) -> list[list[str]]:
+    versions = [f"{lineage}/{n}" for start, end, lineage, n in document["version_spans"] for _ in range(start, end)]
+    rows = []
+    for i, (token, logprob) in enumerate(zip(document["token_ids"], document["logprobs"], strict=True)):
+        shown = logprob if isinstance(logprob, str) else f"{logprob:.6f}"
+        rows.append([str(i), str(token), shown, versions[i], *(() if pieces is None else (repr(pieces[i]),))])
+    return rows
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> str:
+    return "?" if value is None else str(value)
+
+
+def _signed(value: int | None) -> str:
+    return "?" if value is None else f"{value:+d}"
+
+
+def _size(value: int | None) -> str:
+    return "?" if value is None else nbytes_text(value)
+
+
+def _utc(row: Document) -> str:
+    return "unknown" if row["utc"] is None else f"{row['utc'][:10]} {row['utc'][11:19]}"
+
+
+def _names(names: Sequence[str], separator: str = ", ") -> str:
+    more = len(names) - _MOST
+    return separator.join(names[:_MOST]) + (f" and {more} more" if more > 0 else "")
+
+
+def _ids(ids: Sequence[int]) -> str:
+    """`2, 4, 9`, or `2 … 900 (450)` for many."""
+    return ", ".join(map(str, ids)) if len(ids) <= _MOST else f"{ids[0]} … {ids[-1]} ({len(ids)})"

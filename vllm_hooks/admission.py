@@ -1,0 +1,92 @@
+"""Which live call a request becomes: a new one, one that a restore brought back, or one that was interrupted here.
+
+Owns: the restored calls until somebody asks for them.
+Does not know: the engine, fences, flushes. Runs on the event loop.
+
+Invariants:
+1. One request (same id, prompt, sampling) is one call, however often it is sent; twice at the same time is an error.
+2. A call that ended is never generated again: its tokens come from the table or the store.
+3. A call that cannot be resumed begins again as a new attempt, and its old tokens are superseded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+
+from recovery import codec as digests
+from recovery import resume
+from recovery.calls import CallTable, LiveCall
+from recovery.errors import InputError
+from recovery.ledger import Entry, Ledger
+from recovery.model import CallId, Request
+from recovery.reading import Transcript
+from recovery.restore import RestoredCall
+from recovery.resume import StopRules
+
+ReadEnded = Callable[[list[CallId]], Mapping[CallId, Transcript]]
+"""Reads the transcripts of ended calls from the store; blocks, so it is called off the loop."""
+
+
+class Admission:
+    """The calls of one session, by request."""
+
+    def __init__(self, table: CallTable, ledger: Ledger, restored: Iterable[RestoredCall], read: ReadEnded) -> None:
+        self._table = table
+        self._ledger = ledger
+        self._restored = {call.entry.call_id: call for call in restored}
+        self._read = read
+
+    async def admit(self, request: Request, stop: StopRules) -> LiveCall:
+        """The call for `request`. Raises InputError if it is running already."""
+        call_id = digests.call_id(request.rollout, request.turn, digests.request_digest(request))
+        live = self._table.get(call_id)
+        if live is not None:
+            return self._again(live, stop)
+        restored = self._restored.pop(call_id, None)
+        if restored is not None:
+            keep = not isinstance(restored.plan, resume.Restart)
+            return self._bring_back(restored.entry, restored.transcript, keep=keep)
+        known = self._ledger.get(call_id)
+        if known is not None and known.ended is not None:
+            transcripts = await asyncio.to_thread(self._read, [call_id])
+            live = self._table.get(call_id)  # the same request may have come twice meanwhile
+            return self._again(live, stop) if live else self._bring_back(known, transcripts[call_id], keep=True)
+        return self._table.open(request, call_id, 0)
+
+    def _bring_back(self, entry: Entry, transcript: Transcript, *, keep: bool) -> LiveCall:
+        call = self._table.carry_on(
+            transcript.request,
+            entry.call_id,
+            entry.attempt,
+            transcript.token_ids.tolist() if keep else (),
+            transcript.logprobs.tolist() if keep else (),
+            transcript.version_spans if keep else (),
+        )
+        if entry.ended is not None:
+            call.settle_as_ended(*entry.ended)
+        return call
+
+    def _again(self, live: LiveCall, stop: StopRules) -> LiveCall:
+        """The same request while its call is in the table: a retry after an abort or error goes on where it was."""
+        if live.in_use:
+            raise InputError(
+                f"request {live.request.rollout!r} is running already",
+                hint="give every concurrent request an id of its own",
+            )
+        live.in_use = True
+        if live.ended is not None:
+            return live
+        n = len(live.transcript_ids)
+        plan = resume.plan(live.request, n, live.transcript_ids[-1] if n else None, stop)
+        if n and isinstance(plan, resume.Restart):
+            self._table.forget(live.call_id)
+            return self._table.open(live.request, live.call_id, live.attempt + 1)
+        return live
+
+    def forget_ended(self) -> None:
+        """After a snapshot: calls whose end the ledger has need no transcript here any more."""
+        for call in self._table.ended():
+            entry = self._ledger.get(call.call_id)
+            if not call.in_use and entry is not None and entry.ended is not None:
+                self._table.forget(call.call_id)

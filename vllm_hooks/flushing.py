@@ -1,0 +1,63 @@
+"""When captured tokens are handed to the stager between snapshots. Runs on the event loop.
+
+Owns: the wish to flush, the threshold, group commit.
+Does not know: what is frozen, how it is stored.
+
+Invariants:
+1. One flush carries what all calls have: it runs after the other consumers of the same engine step had their turn.
+2. While the stager writes, a wish is counted and kept, not queued; it is granted when the write is done.
+3. A flush begins at three quarters of `flush_tokens`, so that tokens are durable by the time the bound is reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from recovery.calls import Captured
+from recovery.staging import Stager
+
+
+class Flushing:
+    """Periodic flushes of one session. `flush_tokens` 0: only at cuts."""
+
+    def __init__(self, stager: Stager, freeze: Callable[[], Sequence[Captured]], flush_tokens: int) -> None:
+        self._stager = stager
+        self._freeze = freeze
+        self.at = max(1, flush_tokens - max(1, flush_tokens // 4)) if flush_tokens else 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wanted = self._scheduled = False
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def pending(self, n_tokens: int) -> None:
+        """A call has this many tokens that no flush has taken."""
+        if self.at and n_tokens >= self.at:
+            self.want()
+
+    def ended(self) -> None:
+        """A call became terminal: its caller may wait for that to be durable."""
+        if self.at:
+            self.want()
+
+    def want(self) -> None:
+        self._wanted = True
+        if not self._scheduled and self._loop is not None:
+            self._scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def staged(self) -> None:
+        """The stager finished a segment: grant what had to wait for it."""
+        if self._wanted:
+            self.want()
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        if not self._wanted:
+            return
+        if self._stager.busy:
+            self._stager.refuse()
+            return
+        self._wanted = False
+        self._stager.flush(self._freeze())

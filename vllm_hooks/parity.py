@@ -1,0 +1,77 @@
+"""Is a resumed call the call that would have been, on this engine, now? A few calls are run, cut, resumed, compared.
+
+Owns: the grade of an engine: `bitwise`, `token` or `statistical`.
+Does not know: sessions, stores. Nothing of the test is captured.
+
+Invariants:
+1. The grade is what was seen: `bitwise` if every resumed token and logprob equals the uninterrupted one's bits, `token`
+   if every token does, `statistical` otherwise. No setting's reputation enters.
+2. The test proves nothing beyond its own batch shapes and lengths; it can only lower what a restore claims.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_hooks import surface
+from vllm_hooks.capture import drain
+
+GRADES = ("bitwise", "token", "statistical")
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """What the self-test saw. `largest_gap`: largest |logprob difference| over tokens that agree."""
+
+    grade: str
+    n_calls: int
+    n_cuts: int
+    n_different: int
+    largest_gap: float
+
+
+async def self_test(engine: Any, *, n_calls: int = 4, n_tokens: int = 24, prompt_tokens: int = 24) -> Parity:
+    """Grade an engine. Runs `n_calls` greedy calls twice, the second time from cuts; on the engine's own loop."""
+    vocabulary = int(engine.vllm_config.model_config.get_vocab_size())
+    rng = random.Random(0)
+    prompts = [[rng.randrange(vocabulary) for _ in range(prompt_tokens + 7 * call)] for call in range(n_calls)]
+    whole = await asyncio.gather(*(_run(engine, f"parity-{i}", p, n_tokens) for i, p in enumerate(prompts)))
+    cuts = [1 + (call * 5 + 3) % (n_tokens - 1) for call in range(n_calls)]
+    rest = await asyncio.gather(
+        *(
+            _run(engine, f"parity-{i}-resumed", [*prompt, *whole[i][0][:cut]], n_tokens - cut)
+            for i, (prompt, cut) in enumerate(zip(prompts, cuts, strict=True))
+        )
+    )
+    different, gap, exact = 0, 0.0, True
+    for (ids, logprobs), (resumed_ids, resumed_logprobs), cut in zip(whole, rest, cuts, strict=True):
+        if ids[cut:] != resumed_ids:
+            different += 1
+            continue
+        gaps = [abs(a - b) for a, b in zip(logprobs[cut:], resumed_logprobs, strict=True)]
+        gap = max(gap, *gaps)
+        exact = exact and logprobs[cut:] == resumed_logprobs
+    grade = "statistical" if different else ("bitwise" if exact else "token")
+    return Parity(grade, n_calls, len(cuts), different, gap)
+
+
+async def _run(engine: Any, name: str, prompt: Sequence[int], n_tokens: int) -> tuple[list[int], list[float]]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=n_tokens,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=True,
+    )
+    output = await drain(engine.generate(surface.token_prompt(prompt), params, name))
+    ids = list(output.outputs[0].token_ids)
+    return ids, surface.sampled_logprobs(ids, output.outputs[0].logprobs) or []
