@@ -14,7 +14,8 @@ Does not know: who raises it, how it is printed (the command lines do that), any
     ├── Stop                            this process must not go on
     │   ├── Fenced              11      a newer coordinator owns the store
     │   ├── Locked              11      another run on this machine holds the output
-    │   └── EngineDead           1      the engine is gone; run the same command again
+    │   ├── EngineDead           1      the engine is gone; run the same command again
+    │   └── CaptureDisagrees     1      what was captured is not what the engine delivered
     ├── Damaged                  1      bytes are not what was written: `snapshot-inspect verify`
     │   ├── ObjectMissing        1
     │   └── DigestMismatch       1
@@ -118,6 +119,10 @@ class Locked(Stop):
 
 class EngineDead(Stop):
     """The engine process is gone; what was captured is kept."""
+
+
+class CaptureDisagrees(Stop):
+    """Two ways of capturing one call gave different tokens: nothing more of it may be trusted."""
 
 
 class Damaged(RecoveryError):

@@ -129,7 +129,7 @@ class Ledger:
     # ---- records extend calls -------------------------------------------------------------------------------
 
     def describe(self, info: SegmentInfo) -> None:
-        """Make a segment known before its coordinates are applied."""
+        """Make a segment known right before its coordinates are applied."""
         self._segments.describe(info)
 
     def apply(self, at: Coordinates) -> str:

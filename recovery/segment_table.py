@@ -28,7 +28,7 @@ class SegmentTable:
         return self._infos[key]
 
     def describe(self, info: SegmentInfo) -> None:
-        """Make a segment known before anything refers to it."""
+        """Make a segment known before anything refers to it; forgotten at a base if nothing does by then."""
         self._infos[info.key] = info
 
     def is_known(self, key: str) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -50,8 +50,7 @@ _NO_LOGPROBS = np.empty(0, "<f4")
 # ---- records to columns ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """One record as what its columns hold."""
 
     kind: int
@@ -215,29 +214,33 @@ def _read_masks(starts: pa.Array, values: pa.Array, is_chunk: Array, sizes: Arra
     return mask, np.concatenate([[0], np.cumsum(np.where(is_chunk, sizes, 0))])
 
 
+def _tokens(at: _Columns, index: int) -> str:
+    """Which chunk it is, for a message."""
+    start, n_tokens = at.start[index], at.token_at[index + 1] - at.token_at[index]
+    return f"{at.what}: call {at.call_id[index].hex()} tokens [{start}, {start + n_tokens})"
+
+
 def _read_chunk(at: _Columns, index: int) -> Chunk:
-    call_id, start = at.call_id[index], at.start[index]
     first, last = at.token_at[index], at.token_at[index + 1]
-    where = f"{at.what}: call {call_id.hex()} tokens [{start}, {start + last - first})"
     lineage, number = at.lineage[index], at.number[index]
     if not lineage or number is None or not at.has_digest[index] or at.body[index] is not None:
-        raise Damaged(f"{where}: the chunk has no version or digest, or a body")
+        raise Damaged(f"{_tokens(at, index)}: the chunk has no version or digest, or a body")
     logprobs = None
     if at.has_logprobs[index]:
         logprobs = at.logprobs[at.logprob_at[index] : at.logprob_at[index + 1]]
         if logprobs.shape[0] != last - first:
-            raise Damaged(f"{where}: it has {logprobs.shape[0]} logprobs")
+            raise Damaged(f"{_tokens(at, index)}: it has {logprobs.shape[0]} logprobs")
     chunk = Chunk(
-        call_id=CallId(call_id),
+        call_id=CallId(at.call_id[index]),
         attempt=at.attempt[index],
-        start=start,
+        start=at.start[index],
         token_ids=at.tokens[first:last],
         logprobs=logprobs,
         mask=at.masks[at.mask_at[index] : at.mask_at[index + 1]],
         version=PolicyVersion(lineage, number),
     )
     if chunk_digest(chunk) != at.digest[index]:
-        raise DigestMismatch(f"{where}: the content does not have the recorded digest")
+        raise DigestMismatch(f"{_tokens(at, index)}: the content does not have the recorded digest")
     return chunk
 
 

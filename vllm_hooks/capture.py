@@ -1,4 +1,7 @@
-"""The reference capture: a proxy of the engine whose `generate` freezes every token it hands on.
+"""A proxy of the engine whose `generate` captures every token before it hands it on.
+
+The reference is the wrapper: the engine is asked for deltas, each captured as it comes. Where the self-test saw it
+agree, a FINAL_ONLY request is left alone instead and read at each cut (pull.py).
 
 Owns: the order capture -> fence -> terminal for one call, and which requests are passed through uncaptured.
 Does not know: stores, snapshots, threads. It talks to one RecoverySession on the engine's event loop.
@@ -23,6 +26,7 @@ from recovery.calls import LiveCall
 from recovery.model import FINISH_REASONS, Request
 from vllm_hooks import surface
 from vllm_hooks.outputs import Assembly
+from vllm_hooks.pull import Pulled, PullReader, can_pull
 from vllm_hooks.session import RecoverySession
 
 
@@ -45,6 +49,7 @@ class RecoverableEngine:
         self._session = session
         self._tokenizer = surface.tokenizer_of(engine)
         self._stop = surface.stop_rules(engine)
+        self._reader = PullReader(engine)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -54,7 +59,9 @@ class RecoverableEngine:
     ) -> AsyncGenerator[Any, None]:
         """As AsyncLLM.generate. Raises what the engine raises, and InputError for a request that is refused."""
         session = self._session
-        ids, engine_input, uncaptured = await surface.prompt_token_ids(self._engine, prompt)
+        ids, engine_input, uncaptured = await surface.prompt_token_ids(
+            self._engine, prompt, arguments.get("tokenization_kwargs")
+        )
         if not uncaptured and sampling_params.n != 1:
             uncaptured = "n"
         if ids is None or uncaptured:
@@ -65,10 +72,13 @@ class RecoverableEngine:
         request = self._request(request_id, ids, sampling_params, arguments)
         session.note_restart_only(request)
         call = await session.admit(request, self._stop)
-        stream = self._captured(call, engine_input, sampling_params, request_id, arguments)
-        async with contextlib.aclosing(stream):
-            async for output in stream:
-                yield output
+        try:
+            stream = self._captured(call, engine_input, sampling_params, request_id, arguments)
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    yield output
+        finally:
+            session.left(call)
 
     def _request(self, request_id: str, ids: Any, params: Any, arguments: dict[str, Any]) -> Request:
         sampling = surface.sampling_fields(params)
@@ -89,7 +99,13 @@ class RecoverableEngine:
         session = self._session
         prompt_ids = [int(token) for token in call.request.prompt_token_ids]
         assembly = Assembly(
-            params, request_id, prompt_ids, self._tokenizer, call.transcript_ids, call.transcript_logprobs
+            params,
+            request_id,
+            prompt_ids,
+            surface.prompt_text(engine_input),
+            self._tokenizer,
+            call.transcript_ids,
+            call.transcript_logprobs,
         )
         if call.ended is not None:
             yield assembly.finished(call.ended.finish_reason, call.ended.stop_reason)
@@ -101,32 +117,41 @@ class RecoverableEngine:
             return
         if isinstance(plan, resume.Resume):
             engine_input = surface.token_prompt([*prompt_ids, *call.transcript_ids], like=engine_input)
-            engine_params = surface.resuming_params(params, plan)
-        else:
-            engine_params = surface.capturing_params(params)
+        pulled = self._session.pull(call, self._reader, request_id) if self._may_pull(params) else None
+        engine_params = surface.pulled_params(params) if pulled else surface.capturing_params(params)
+        if isinstance(plan, resume.Resume):
+            surface.resuming_params(engine_params, plan)
         try:
             stream = self._engine.generate(engine_input, engine_params, request_id, **arguments)
             async with contextlib.aclosing(stream):
-                async for output in stream:
-                    shaped = await self._take(call, output, assembly)
-                    if shaped is not None:
-                        yield shaped
+                try:
+                    async for output in stream:
+                        shaped = await self._take(call, pulled, output, assembly)
+                        if shaped is not None:
+                            yield shaped
+                finally:
+                    # Before the engine forgets the request: an abort is a cut, and takes what is there.
+                    session.pull_last(call)
         except Exception as error:
             if surface.is_engine_dead(error):
                 session.engine_died(error)
             raise
-        finally:
-            session.left(call)
+
+    def _may_pull(self, params: Any) -> bool:
+        return self._session.pulls and self._reader.readable and can_pull(params)
 
     def _plan(self, call: LiveCall) -> resume.ResumePlan:
         n = len(call.transcript_ids)
         return resume.plan(call.request, n, call.transcript_ids[-1] if n else None, self._stop)
 
-    async def _take(self, call: LiveCall, output: Any, assembly: Assembly) -> Any | None:
+    async def _take(self, call: LiveCall, pulled: Pulled | None, output: Any, assembly: Assembly) -> Any | None:
         """One engine output: into the buffer first, then to the caller. No await before the buffer has it."""
         completion = output.outputs[0]
-        logprobs = surface.sampled_logprobs(completion.token_ids, completion.logprobs)
-        self._session.captured(call, completion.token_ids, logprobs)
+        if pulled is not None:
+            self._session.captured(call, *pulled.rest(completion.token_ids, completion.logprobs))
+        else:
+            logprobs = surface.sampled_logprobs(completion.token_ids, completion.logprobs)
+            self._session.captured(call, completion.token_ids, logprobs)
         shaped = assembly.add(output)
         if completion.finish_reason in FINISH_REASONS:
             await self._session.terminal(call, completion.finish_reason, completion.stop_reason)

@@ -6,7 +6,8 @@ Does not know: what is frozen, how it is stored.
 Invariants:
 1. One flush carries what all calls have: it runs after the other consumers of the same engine step had their turn.
 2. While the stager writes, a wish is counted and kept, not queued; it is granted when the write is done.
-3. A flush begins at three quarters of `flush_tokens`, so that tokens are durable by the time the bound is reached.
+3. A flush begins early enough that its tokens are durable by the time the bound is reached: the bound less twice the
+   tokens that a call was seen to gain while a flush was being stored, between a quarter and three quarters of it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,19 @@ from recovery.staging import Stager
 class Flushing:
     """Periodic flushes of one session. `flush_tokens` 0: only at cuts."""
 
-    def __init__(self, stager: Stager, freeze: Callable[[], Sequence[Captured]], flush_tokens: int) -> None:
+    def __init__(
+        self,
+        stager: Stager,
+        freeze: Callable[[], Sequence[Captured]],
+        longest_pending: Callable[[], int],
+        flush_tokens: int,
+    ) -> None:
         self._stager = stager
         self._freeze = freeze
-        self.at = max(1, flush_tokens - max(1, flush_tokens // 4)) if flush_tokens else 0
+        self._longest_pending = longest_pending
+        self._bound = flush_tokens
+        self._gained = 0.0
+        self.at = max(1, flush_tokens // 2) if flush_tokens else 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wanted = self._scheduled = False
 
@@ -48,7 +58,11 @@ class Flushing:
             self._loop.call_soon(self._flush)
 
     def staged(self) -> None:
-        """The stager finished a segment: grant what had to wait for it."""
+        """The stager finished a segment: learn how long that took in tokens, grant what had to wait for it."""
+        if self._bound:
+            self._gained = max(float(self._longest_pending()), 0.9 * self._gained)
+            latest, earliest = self._bound - max(1, self._bound // 4), self._bound // 4
+            self.at = max(1, earliest, min(latest, int(self._bound - 2 * self._gained)))
         if self._wanted:
             self.want()
 

@@ -80,6 +80,7 @@ def open_store_for(
     clock, entropy = SystemClock(), SystemEntropy()
     make_root(store, entropy)
     segments, ledgers = ArrowSegmentCodec(), ArrowLedgerCodec()
+    segments.encode([], "seg/warm")  # the first use of the codec is the slowest, and the first flush must not wait
     log = SlotLog(store, clock, entropy, owner or f"{socket.gethostname()} pid {os.getpid()}")
     log.claim()
     chosen = choose(store, segments, ledgers, log.tail, config.restore, must)

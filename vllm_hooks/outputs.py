@@ -26,6 +26,7 @@ class Assembly:
         params: Any,
         request_id: str,
         prompt_ids: list[int],
+        prompt_text: str | None,
         tokenizer: Any | None,
         prefix_ids: array[int],
         prefix_logprobs: array[float],
@@ -38,6 +39,8 @@ class Assembly:
         self._wants_logprobs = params.logprobs is not None
         self._request_id = request_id
         self._prompt_ids = prompt_ids
+        self._prompt_text = prompt_text
+        self._prompt_logprobs: Any = None
         self._ids: list[int] = list(prefix_ids)
         self._text = ""
         self._logprobs: list[Any] = []
@@ -45,9 +48,10 @@ class Assembly:
         self._prefix_logprob = float(sum(prefix_logprobs)) if self._resumed else 0.0
         self._unsent = len(self._ids)
         self._detokenizer = None
+        self._undecoded: list[int] = []
         if self._resumed:
             self._detokenizer = surface.detokenizer(tokenizer, params, prompt_ids, request_id)
-            self._detokenizer.update(list(prefix_ids), False)
+            self._undecoded = list(self._ids)
             if self._wants_logprobs:
                 self._logprobs = surface.logprob_entries(prefix_ids, prefix_logprobs, tokenizer)
 
@@ -57,11 +61,11 @@ class Assembly:
         fresh = list(completion.token_ids)
         self._ids.extend(fresh)
         if self._detokenizer is not None:
-            by_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
-            self._detokenizer.update(fresh, by_token)
-            text = self._detokenizer.get_next_output_text(output.finished, True)
+            text = self._decode(fresh, completion.finish_reason, completion.stop_reason, output.finished)
         else:
             text = completion.text
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs  # a stream of deltas has them once
         self._text += text
         if self._wants_logprobs and completion.logprobs is not None:
             self._logprobs.extend(completion.logprobs)
@@ -69,6 +73,17 @@ class Assembly:
             return None
         self._shape(output, completion, fresh, text)
         return output
+
+    def _decode(
+        self, ids: list[int], finish_reason: str | None, stop_reason: int | str | None, finished: bool
+    ) -> str:
+        """The text that `ids`, and the prefix before the first of them, add; the token that stopped has none."""
+        assert self._detokenizer is not None
+        ids, self._undecoded = [*self._undecoded, *ids], []
+        by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
+        self._detokenizer.update(ids, by_token)
+        text: str = self._detokenizer.get_next_output_text(finished, True)
+        return text
 
     def _shape(self, output: Any, completion: Any, fresh: list[int], text: str) -> None:
         if self._resumed:
@@ -84,6 +99,7 @@ class Assembly:
                 completion.logprobs = self._logprobs if first else completion.logprobs
                 self._logprobs = []
         else:
+            output.prompt_logprobs = self._prompt_logprobs
             completion.token_ids = list(self._ids)
             completion.text = self._text
             completion.logprobs = list(self._logprobs) if self._wants_logprobs else None
@@ -97,7 +113,7 @@ class Assembly:
 
         text = ""
         if self._detokenizer is not None:
-            text = self._detokenizer.get_next_output_text(True, True)
+            text = self._decode([], finish_reason, stop_reason, True)
         completion = CompletionOutput(
             index=0,
             text=self._text + text,
@@ -109,7 +125,7 @@ class Assembly:
         )
         return RequestOutput(
             request_id=self._request_id,
-            prompt=None,
+            prompt=self._prompt_text,
             prompt_token_ids=self._prompt_ids,
             prompt_logprobs=None,
             outputs=[completion],

@@ -18,20 +18,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_hooks import surface
-from vllm_hooks.capture import drain
+from vllm_hooks.pull import PullReader
 
 GRADES = ("bitwise", "token", "statistical")
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """What the self-test saw. `largest_gap`: largest |logprob difference| over tokens that agree."""
+    """What the self-test saw. `largest_gap`: largest |logprob difference| over tokens that agree.
+
+    `pull_agrees`: at every delta, what pull.py reads began with what had been delivered, logprobs included.
+    """
 
     grade: str
     n_calls: int
     n_cuts: int
     n_different: int
     largest_gap: float
+    pull_agrees: bool
+
+
+NOT_TESTED = Parity("statistical", 0, 0, 0, 0.0, False)
+"""What may be claimed without a test."""
 
 
 async def self_test(engine: Any, *, n_calls: int = 4, n_tokens: int = 24, prompt_tokens: int = 24) -> Parity:
@@ -39,11 +47,12 @@ async def self_test(engine: Any, *, n_calls: int = 4, n_tokens: int = 24, prompt
     vocabulary = int(engine.vllm_config.model_config.get_vocab_size())
     rng = random.Random(0)
     prompts = [[rng.randrange(vocabulary) for _ in range(prompt_tokens + 7 * call)] for call in range(n_calls)]
-    whole = await asyncio.gather(*(_run(engine, f"parity-{i}", p, n_tokens) for i, p in enumerate(prompts)))
+    watch = PullWatch(engine)
+    whole = await asyncio.gather(*(_run(engine, f"parity-{i}", p, n_tokens, watch) for i, p in enumerate(prompts)))
     cuts = [1 + (call * 5 + 3) % (n_tokens - 1) for call in range(n_calls)]
     rest = await asyncio.gather(
         *(
-            _run(engine, f"parity-{i}-resumed", [*prompt, *whole[i][0][:cut]], n_tokens - cut)
+            _run(engine, f"parity-{i}-resumed", [*prompt, *whole[i][0][:cut]], n_tokens - cut, watch, flat=True)
             for i, (prompt, cut) in enumerate(zip(prompts, cuts, strict=True))
         )
     )
@@ -56,10 +65,35 @@ async def self_test(engine: Any, *, n_calls: int = 4, n_tokens: int = 24, prompt
         gap = max(gap, *gaps)
         exact = exact and logprobs[cut:] == resumed_logprobs
     grade = "statistical" if different else ("bitwise" if exact else "token")
-    return Parity(grade, n_calls, len(cuts), different, gap)
+    return Parity(grade, n_calls, len(cuts), different, gap, watch.agrees)
 
 
-async def _run(engine: Any, name: str, prompt: Sequence[int], n_tokens: int) -> tuple[list[int], list[float]]:
+class PullWatch:
+    """Compares what pull.py would read with what was delivered."""
+
+    def __init__(self, engine: Any) -> None:
+        self._reader = PullReader(engine)
+        self._n_compared = self._n_wrong = 0
+
+    def compare(self, name: str, ids: list[int], logprobs: list[float]) -> None:
+        if not self._reader.readable:
+            return
+        read_ids, read_logprobs = self._reader.read(name, 0)
+        if read_ids:  # a request that has finished is not there any more, and that is fine
+            self._n_compared += 1
+            n = len(ids)
+            self._n_wrong += read_ids[:n] != ids or read_logprobs[:n] != logprobs or len(read_ids) != len(read_logprobs)
+
+    @property
+    def agrees(self) -> bool:
+        """Compared at least once, never found different."""
+        return self._n_compared > 0 and self._n_wrong == 0
+
+
+async def _run(
+    engine: Any, name: str, prompt: Sequence[int], n_tokens: int, watch: PullWatch, *, flat: bool = False
+) -> tuple[list[int], list[float]]:
+    """One greedy call, streamed; `flat` chooses vLLM's other container of logprobs, so that both are compared."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -68,10 +102,16 @@ async def _run(engine: Any, name: str, prompt: Sequence[int], n_tokens: int) -> 
         max_tokens=n_tokens,
         ignore_eos=True,
         logprobs=0,
+        flat_logprobs=flat,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA,
         skip_reading_prefix_cache=True,
     )
-    output = await drain(engine.generate(surface.token_prompt(prompt), params, name))
-    ids = list(output.outputs[0].token_ids)
-    return ids, surface.sampled_logprobs(ids, output.outputs[0].logprobs) or []
+    ids: list[int] = []
+    logprobs: list[float] = []
+    async for output in engine.generate(surface.token_prompt(prompt), params, name):
+        delta = output.outputs[0]
+        ids += delta.token_ids
+        logprobs += surface.sampled_logprobs(delta.token_ids, delta.logprobs) or []
+        watch.compare(name, ids, logprobs)
+    return ids, logprobs

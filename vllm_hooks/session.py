@@ -39,6 +39,7 @@ from vllm_hooks.deliveries import Deliveries
 from vllm_hooks.fleet import LoopFleet
 from vllm_hooks.flushing import Flushing
 from vllm_hooks.opening import Opened, open_store_for, read_ended
+from vllm_hooks.pull import Polling, Pulled, PullReader
 from vllm_hooks.snapshot_loop import SnapshotLoop
 
 
@@ -61,6 +62,7 @@ class RecoverySession:
 
     `source_digests` maps a request id to the digest of the caller's own row, recorded with the call.
     `version` is the policy version that samples from here on; set it after a weight update.
+    `pulls`: set it where parity.self_test saw the pull capture agree; FINAL_ONLY requests are then read, not streamed.
     `on_tokens`, if set, is told on the loop of each captured engine output: the call and its number of new tokens.
     """
 
@@ -72,15 +74,18 @@ class RecoverySession:
         self.counters = SessionCounters()
         self.source_digests: Mapping[str, str] = {}
         self.version = PolicyVersion()
+        self.pulls = False
         self.on_tokens: Callable[[LiveCall, int], None] | None = None
         self.gate = AdmissionGate()
         self.table = CallTable()
         self.failure: RecoveryError | None = None
         self.dead_engine: BaseException | None = None
         self._deliveries = Deliveries()
+        self._polling = Polling(self.captured)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fence_down: asyncio.Event | None = None
         self._gate_open: asyncio.Event | None = None
+        self._stopped = False
         if opened is not None:
             self._wire(opened)
 
@@ -132,7 +137,9 @@ class RecoverySession:
             on_staged=self._on_staged,
         )
         self.fleet = LoopFleet(self)
-        self.flushing = Flushing(self.stager, self.freeze, self._config.gym.generation_chunk_flush_tokens)
+        self.flushing = Flushing(
+            self.stager, self.freeze, self.table.longest_pending, self._config.gym.generation_chunk_flush_tokens
+        )
         coordinator = Coordinator(
             opened.publication,
             self.fleet,
@@ -172,7 +179,9 @@ class RecoverySession:
         if last is None and not self.snapshots.running:
             # Nothing more is published, but what was captured is worth a segment that the next run adopts.
             await asyncio.wait({asyncio.wrap_future(self.stager.flush(self.freeze()))}, timeout=wait_s)
+        self._stopped = True
         self.gate.close()
+        self._gate_open.set()
         await asyncio.to_thread(lambda: self.stager.close(wait=not self.stager.busy))
         return last
 
@@ -182,6 +191,11 @@ class RecoverySession:
         """The live call for a request: new, carried on from a restore, or carried on after an interruption."""
         while not self.gate.open:
             self._raise_if_failed()
+            if self._stopped:
+                raise InputError(
+                    f"request {request.rollout!r} came after the session was stopped",
+                    hint="open a new session; it carries on what this one saved",
+                )
             assert self._gate_open is not None
             await self._gate_open.wait()
         self._raise_if_failed()
@@ -189,7 +203,9 @@ class RecoverySession:
 
     def captured(self, call: LiveCall, token_ids: Any, logprobs: list[float] | None) -> None:
         """Take one engine output into the call's buffer."""
-        call.append(token_ids, logprobs, self.version)
+        if not token_ids:
+            return
+        call.append(token_ids, logprobs or None, self.version)
         self.counters.tokens_captured += len(token_ids)
         if self.on_tokens is not None:
             self.on_tokens(call, len(token_ids))
@@ -205,6 +221,14 @@ class RecoverySession:
         call.end(finish_reason, stop_reason)
         self.flushing.ended()
 
+    def pull(self, call: LiveCall, reader: PullReader, request_id: str) -> Pulled:
+        """Read this call's tokens from the engine's front end, at cuts and now and then, from here on."""
+        return self._polling.add(Pulled(call, reader, request_id, []))
+
+    def pull_last(self, call: LiveCall) -> None:
+        """Read what is there for the last time; harmless for a call that is streamed."""
+        self._polling.remove(call)
+
     def left(self, call: LiveCall) -> None:
         """The caller's stream is over: ended, aborted or failed."""
         call.in_use = False
@@ -213,6 +237,7 @@ class RecoverySession:
 
     def freeze(self) -> list[Captured]:
         """The cut: everything captured and not yet handed over. Synchronous."""
+        self._polling.read_all()
         return self.table.freeze()
 
     async def durable(self, rollout: str) -> LiveCall:

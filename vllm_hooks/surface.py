@@ -83,36 +83,47 @@ def _tokenizer_of(engine: Any) -> Any | None:
 tokenizer_of = _tokenizer_of
 
 
-async def prompt_token_ids(engine: Any, prompt: Any) -> tuple[Int32Array | None, Any, str]:
+async def prompt_token_ids(
+    engine: Any, prompt: Any, tokenization: Mapping[str, Any] | None = None
+) -> tuple[Int32Array | None, Any, str]:
     """The prompt's ids as the engine will see them, the input to hand on, and what stands in the way of capture.
 
     Text goes through the engine's own renderer, once, so that special tokens are added exactly as the engine would
-    (case K2). The last item names the kind of prompt if it is one that cannot be captured, else "".
+    (case K2); so do ids when `tokenization` (generate's `tokenization_kwargs`) could change them. The last item names
+    the kind of prompt if it is one that cannot be captured, else "".
     """
-    if isinstance(prompt, list | tuple):
+    if isinstance(prompt, list | tuple) and not tokenization:
         return np.asarray(prompt, dtype=np.int32), token_prompt(prompt), ""
-    if not isinstance(prompt, str | Mapping):
+    if not isinstance(prompt, str | Mapping | list | tuple):
         return None, prompt, type(prompt).__name__
     if isinstance(prompt, Mapping):
         for kind in ("multi_modal_data", "mm_kwargs", "prompt_embeds", "encoder_prompt", "mm_processor_kwargs"):
             if prompt.get(kind):
                 return None, prompt, kind
-    if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None:
+    rendered_already = isinstance(prompt, Mapping) and ("type" in prompt or not tokenization)
+    if rendered_already and prompt.get("prompt_token_ids") is not None:
         return np.asarray(prompt["prompt_token_ids"], dtype=np.int32), prompt, ""
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
     parsed = parse_model_prompt(engine.model_config, prompt)
-    (rendered,) = await engine.renderer.render_cmpl_async([parsed], engine.renderer.default_cmpl_tok_params)
+    how = engine.renderer.default_cmpl_tok_params.with_kwargs(**(tokenization or {}))
+    (rendered,) = await engine.renderer.render_cmpl_async([parsed], how)
     return np.asarray(rendered["prompt_token_ids"], dtype=np.int32), rendered, ""
 
 
 def token_prompt(token_ids: Sequence[int], like: Any = None) -> dict[str, Any]:
-    """A prompt of token ids in the engine's own form; `cache_salt` is kept from `like`."""
+    """A prompt of token ids in the engine's own form; its text and `cache_salt` are kept from `like`."""
     from vllm.inputs import tokens_input
 
     salt = like.get("cache_salt") if isinstance(like, Mapping) else None
-    prompt: dict[str, Any] = tokens_input([int(token) for token in token_ids], cache_salt=salt)
+    ids = [int(token) for token in token_ids]
+    prompt: dict[str, Any] = tokens_input(ids, prompt=prompt_text(like), cache_salt=salt)
     return prompt
+
+
+def prompt_text(engine_input: Any) -> str | None:
+    """The text that a prompt was made from, if it is known: what the engine's outputs repeat as `prompt`."""
+    return engine_input.get("prompt") if isinstance(engine_input, Mapping) else None
 
 
 def capturing_params(params: Any) -> Any:
@@ -128,9 +139,21 @@ def capturing_params(params: Any) -> Any:
     return clone
 
 
-def resuming_params(params: Any, plan: Resume) -> Any:
-    """The clone for the rest of a call: budgets reduced, text left to us (a resumed detokenizer starts wrong)."""
-    clone = capturing_params(params)
+def pulled_params(params: Any) -> Any:
+    """A clone that stays FINAL_ONLY and carries the sampled token's logprob in the cheapest form."""
+    clone = params.clone()
+    clone.skip_clone = False
+    if clone.logprobs is None and getattr(clone, "logprob_token_ids", None) is None:
+        clone.logprobs = 0
+        clone.flat_logprobs = True
+    return clone
+
+
+def resuming_params(clone: Any, plan: Resume) -> Any:
+    """For the rest of a call: budgets reduced, text left to us (a resumed detokenizer starts wrong).
+
+    `clone` comes from capturing_params or pulled_params and is changed in place.
+    """
     clone.max_tokens = plan.max_tokens
     clone.min_tokens = plan.min_tokens
     clone.detokenize = False
@@ -142,6 +165,20 @@ def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float] | N
     if logprobs is None:
         return None
     return [float(position[token].logprob) for token, position in zip(token_ids, logprobs, strict=True)]
+
+
+def sampled_logprobs_from(logprobs: Any, token_ids: Sequence[int], start: int) -> list[float]:
+    """The sampled logprobs of `token_ids`, which lie from position `start` on in `logprobs` (either container).
+
+    Empty where the engine has none. vLLM puts the sampled token first at each position of the flat container.
+    """
+    if logprobs is None:
+        return []
+    end = start + len(token_ids)
+    if hasattr(logprobs, "start_indices"):
+        values = logprobs.logprobs
+        return [float(values[at]) for at in logprobs.start_indices[start:end]]
+    return sampled_logprobs(token_ids, logprobs[start:end]) or []
 
 
 def logprob_entries(token_ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any | None) -> list[Any]:

@@ -33,7 +33,7 @@ from recovery.errors import EngineDead, RecoveryError
 from recovery.protocol import Verdict
 from vllm_hooks import RecoverySession, surface
 from vllm_hooks.fingerprint import engine_fields
-from vllm_hooks.parity import self_test
+from vllm_hooks.parity import NOT_TESTED, Parity, self_test
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +126,19 @@ class _Run:
         finally:
             engine.close()
 
-    async def _grade(self, llm: Any, progress: Progress) -> str:
-        """What this engine's resumes may claim."""
+    async def _grade(self, llm: Any, progress: Progress) -> Parity:
+        """What this engine's resumes may claim, and which capture may be used."""
         if not self._options.self_test or effective_mode(self._config) == "off":
-            return "statistical"
+            return NOT_TESTED
         parity = await self_test(llm)
         progress.say(
             f"self-test: {parity.n_calls - parity.n_different} of {parity.n_calls} resumed calls equal, "
-            f"largest logprob gap {parity.largest_gap:.2g}: resumes are {parity.grade}"
+            f"largest logprob gap {parity.largest_gap:.2g}: resumes are {parity.grade}; "
+            f"capture by {'reading the front end' if parity.pull_agrees else 'streaming'}"
         )
-        return parity.grade
+        return parity
 
-    def _open_session(self, llm: Any, grade: str, progress: Progress) -> RecoverySession:
+    def _open_session(self, llm: Any, parity: Parity, progress: Progress) -> RecoverySession:
         block = self._config.rollout_checkpointing
         if effective_mode(block) == "off":
             return RecoverySession.open(block)
@@ -148,7 +149,7 @@ class _Run:
             must=must,
             recorded=recorded,
             stop=surface.stop_rules(llm),
-            exactness=grade,
+            exactness=parity.grade,
             keeps_results=True,
         )
         self._captured = lambda: session.counters.tokens_captured
@@ -166,8 +167,9 @@ class _Run:
     async def _loop(self, llm: Any, progress: Progress) -> Outcome:
         stop = asyncio.Event()
         self._catch_signals(stop)
-        grade = await self._grade(llm, progress)
-        session = await asyncio.to_thread(self._open_session, llm, grade, progress)
+        parity = await self._grade(llm, progress)
+        session = await asyncio.to_thread(self._open_session, llm, parity, progress)
+        session.pulls = parity.pull_agrees
         tally = Tally(self._options.tally, len(self._samples)) if self._options.tally else None
         session.start()
         dispatch = Dispatch(self._config, llm, session, self._results, self._samples, progress, tally)

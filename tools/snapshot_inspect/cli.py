@@ -21,8 +21,8 @@ from contextlib import suppress
 
 from recovery.errors import RecoveryError
 from snapshot_inspect import documents, verbs, views
-from snapshot_inspect.places import open_place
 from snapshot_inspect.newest import newest
+from snapshot_inspect.places import open_place
 from snapshot_inspect.render import Screen
 from snapshot_inspect.survey import position
 from snapshot_inspect.texts import printable
@@ -134,6 +134,8 @@ def _say(error: RecoveryError, store: str) -> None:
 
 def _printed(answer: Answer, *, json: bool) -> int:
     """Print an answer. Its exit code stands also if nobody reads to the end."""
+    for note in answer.notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
     try:
         if json:
             if hasattr(sys.stdout, "reconfigure"):  # what JSON escapes in no other encoding: a lone surrogate

@@ -1,4 +1,4 @@
-"""What garbage collection has taken: told apart from damage by the lists that it published first.
+"""What garbage collection has taken or is about to take: told apart from damage by the lists that it published first.
 
 Owns: the lists of all gc slots, and the question whether an old snapshot may lack an object.
 Does not know: which objects are missing.
@@ -17,12 +17,15 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 
+from recovery import garbage
 from recovery.errors import Damaged
+from recovery.layout import GARBAGE
 from recovery.log import Slot, slot_key
 from recovery.ports import ObjectStore
 from recovery.snapshots import ObjectRef
 from snapshot_inspect.findings import MISSING, Problem
-from snapshot_inspect.newest import victims
+
+_UNKNOWN = "what it named is not known: a restore may adopt what is deleted next. Verify again after the next snapshot"
 
 
 class Collected:
@@ -31,6 +34,7 @@ class Collected:
     def __init__(self, store: ObjectStore, slots: Iterable[Slot]) -> None:
         self.problems: list[Problem] = []
         self.lists: set[str] = set()
+        self._present = {item.key for item in store.list(GARBAGE)}
         self._named: dict[str, list[int]] = defaultdict(list)
         self._unknown: list[int] = []
         self._snapshots: list[int] = []
@@ -42,40 +46,40 @@ class Collected:
         self._snapshots.reverse()
 
     def _read(self, store: ObjectStore, slot: Slot) -> None:
+        key = slot_key(slot.seq)
         try:
             key = ObjectRef.from_json(slot.body.get("victims"), f"gc slot {slot.seq}").key
-            names = victims(store, slot)
-        except (Damaged, OverflowError) as error:
-            shown = error if isinstance(error, Damaged) else Damaged(f"gc slot {slot.seq}: {error}")
-            self.problems.append(Problem.of(_list_key(slot), shown))
+            names = garbage.intended(store, slot)
+        except Damaged as error:
+            self.problems.append(Problem.of(key, error))
             return
         self.lists.add(key)
-        if names is not None:
+        if key in self._present:
             for name in names:
                 self._named[name].append(slot.seq)
         elif key in self._named or self._unknown:
             self._unknown.append(slot.seq)
         else:
-            message = f"{key} is missing: the list of what garbage collection was about to delete at slot {slot.seq}"
-            self.problems.append(
-                Problem(key, MISSING, message, "a restore may adopt what is deleted next; verify again")
-            )
+            message = f"{key} is missing: what garbage collection was about to delete at slot {slot.seq}"
+            self.problems.append(Problem(key, MISSING, message, _UNKNOWN))
 
     def named_after(self, seq: int) -> set[str]:
-        """What the gc slots above `seq` name: never adopted by a restore of a snapshot there."""
-        return {key for key, slots in self._named.items() if max(slots) > seq}
+        """What the gc slots above `seq` name."""
+        return {key for key, slots in self._named.items() if slots[0] > seq}
 
     def may_lack(self, snapshot: int, key: str) -> bool:
-        """Whether garbage collection had the right to delete `key` although `snapshot` needs it."""
+        """Whether garbage collection had the right to delete `key` although `snapshot` needs it (invariant 1)."""
+        newest = self._snapshots[-1] if self._snapshots else 0
+        return any(seq < newest for seq in (*self._rightly(snapshot, key), *self._in_time(snapshot, self._unknown)))
+
+    def may_intend(self, snapshot: int, key: str) -> bool:
+        """Whether every list after `snapshot` that names `key` had the right to."""
+        return len(self._rightly(snapshot, key)) == sum(seq > snapshot for seq in self._named.get(key, ()))
+
+    def _rightly(self, snapshot: int, key: str) -> list[int]:
+        return self._in_time(snapshot, self._named.get(key, ()))
+
+    def _in_time(self, snapshot: int, slots: Iterable[int]) -> list[int]:
+        """Those gc slots before which another snapshot followed this one."""
         at = bisect_right(self._snapshots, snapshot)
-        if at >= len(self._snapshots):
-            return False
-        next_one, newest = self._snapshots[at], self._snapshots[-1]
-        slots = [*self._named.get(key, ()), *self._unknown]
-        return any(next_one < seq < newest for seq in slots)
-
-
-def _list_key(slot: Slot) -> str:
-    reference = slot.body.get("victims")
-    key = reference.get("key") if isinstance(reference, dict) else None
-    return key if isinstance(key, str) else slot_key(slot.seq)
+        return [seq for seq in slots if at < len(self._snapshots) and self._snapshots[at] < seq]

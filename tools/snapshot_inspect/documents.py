@@ -99,7 +99,7 @@ def _adoption(adopted: Adopted) -> Document:
         "segments": adopted.segments,
         "tokens": adopted.tokens,
         "rejected": [{"reason": reason, "records": n} for reason, n in sorted(adopted.rejected.items())],
-        "passed_over": [{"object": key, "reason": reason} for key, reason in adopted.passed_over],
+        "passed_over": [{"object": key, "reason": reason} for key, reason in adopted.unreadable],
     }
 
 

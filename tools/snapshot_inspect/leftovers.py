@@ -1,7 +1,7 @@
 """What lies in a store beside what its snapshots need: adoptable, garbage, foreign.
 
-Owns: the names of the format's objects (docs/format.md, section 3).
-Does not know: whether a snapshot is sound; what adoption does (newest.py asks recovery.restore).
+Owns: what becomes of each such object.
+Does not know: whether a snapshot is sound; what adoption does (newest.py asks recovery.adoption).
 
 Invariants:
 1. All of it is information. Nothing here is a problem, and nothing is deleted.
@@ -10,21 +10,13 @@ Invariants:
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from recovery import log
+from recovery import layout, log
 from recovery.ports import Listed
 from recovery.snapshots import FORMAT_KEY
 from snapshot_inspect.newest import Adopted
-
-_OURS = re.compile(
-    r"(?:ledger/e\d{6,}/[0-9a-f]{16}\.[a-z0-9]+"
-    r"|seg/e\d{6,}/[a-z0-9._-]+\.[0-9a-f]{8}/\d{8,}-[0-9a-f]{8}-[0-9a-f]{8}\.[a-z0-9]+"
-    r"|state/e\d{6,}/[a-z0-9._-]+-[0-9a-f]{16}\.json"
-    r"|gc/e\d{6,}/[0-9a-f]{16}\.json)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +39,24 @@ class Leftovers:
 
 
 def is_foreign(key: str) -> bool:
-    if key in (FORMAT_KEY, log.HINT_KEY) or log.seq_of_key(key) is not None:
-        return False
-    return _OURS.fullmatch(key) is None
+    marks = key in (FORMAT_KEY, log.HINT_KEY) or log.seq_of_key(key) is not None
+    return not marks and layout.epoch_of(key) is None
 
 
 def unreferenced(
-    listed: Iterable[Listed], needed: set[str], adopted: Adopted, about_to_go: set[str]
-) -> list[Unreferenced]:
+    listed: Iterable[Listed], needed: Collection[str], adopted: Adopted, about_to_go: Collection[str]
+) -> Iterator[Unreferenced]:
     """Objects of the store (foreign ones are none) that are neither needed nor would be adopted."""
-    bad = dict(adopted.passed_over)
+    unreadable = dict(adopted.unreadable)
     taken = set(adopted.segments)
-    result = []
     for item in listed:
         key = item.key
-        if "/" not in key or key.startswith(log.PREFIX) or key in needed or key in taken or is_foreign(key):
+        if layout.epoch_of(key) is None or key in needed or key in taken:
             continue
-        if key in bad:
-            why = f"a restore cannot adopt it: {bad[key]}"
+        if key in unreadable:
+            why = f"a restore cannot adopt it: {unreadable[key]}"
         elif key in about_to_go:
             why = "named in a gc slot: deleted after one more snapshot"
         else:
             why = "no sound snapshot needs it: a later run collects it"
-        result.append(Unreferenced(key, item.nbytes, why))
-    return result
+        yield Unreferenced(key, item.nbytes, why)

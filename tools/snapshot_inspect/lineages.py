@@ -3,12 +3,13 @@
 Owns: chains of bases and deltas, which snapshot stands where on which chain, what each refers to.
 Does not know: whether what is referred to exists (verify.py), what is in a segment (segments.py).
 
-Snapshots share their ledger objects: the chain of one is mostly the beginning of the next one's. A lineage is the longest
-such chain; a snapshot is a position on it, and replaying the lineage passes through the ledger of every position.
+Snapshots share their ledger objects: the chain of one is mostly the beginning of the next one's. A lineage is the
+longest such chain; a snapshot is a position on it, and a replay passes through the ledger of every position.
 
 Invariants:
 1. An object is read and decoded once, whatever the number of snapshots above it.
-2. Merging is that of recovery.ledger; what it refuses is wrong for this position and all later ones, not for earlier ones.
+2. Merging is that of recovery.ledger; what it refuses is wrong for this position and all later ones, not for those
+   before it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from recovery.model import BatchInfo, CallId, ChunkRef, Identity, LedgerRow, Seg
 from recovery.ports import LedgerCodec, ObjectStore
 from recovery.snapshots import MAX_DEPTH, LedgerObject, ObjectRef, Snapshot, get_object
 from snapshot_inspect.findings import INCONSISTENT, Problem
-from snapshot_inspect.survey import check_reference
 
 
 class Replay(Ledger):
@@ -116,7 +116,6 @@ class Lineages:
     def _object(self, ref: ObjectRef) -> LedgerObject | Problem:
         if ref not in self._read:
             try:
-                check_reference(ref, "a ledger object")
                 header, rows = self._codec.decode(get_object(self._store, ref))
                 header["segments"] = [_segment(value) for value in header.get("segments", [])]
                 parent = header.get("parent")
@@ -169,6 +168,13 @@ class Lineages:
                     for key in filter(replay.knows_segment, keys):
                         found[key].update(snapshot.id for snapshot in standing)
         return found
+
+    def chain_keys(self, snapshot: Snapshot) -> set[str]:
+        """Keys of the ledger objects of a snapshot, as far as they were read."""
+        if snapshot.ledger not in self._place:
+            return {snapshot.ledger.key}
+        lineage, position = self._place[snapshot.ledger]
+        return {item.ref.key for item in lineage.objects[: position + 1]}
 
     def ledger_of(self, snapshot: Snapshot) -> tuple[Ledger, Mapping[str, int]]:
         """The ledger of a snapshot that was found sound, and what it has accounted for."""

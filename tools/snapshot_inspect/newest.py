@@ -5,36 +5,38 @@ Does not know: the job's own fingerprint (a restore compares it as well), how th
 
 Invariants:
 1. The answer is that of recovery.restore.choose without a fingerprint; the tests compare the two.
-2. Without `check` no ledger, state or segment is read.
-3. Adoption is tried on a ledger in memory by recovery.restore.adopt itself, one segment at a time; nothing is written.
+2. Without `codecs` no ledger, state or segment is read.
+3. Adoption is tried on a ledger in memory by recovery.adoption itself, one segment at a time; nothing is written.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from recovery.errors import CannotRestore, Damaged, FormatNotUnderstood, ObjectMissing, RecoveryError
+from recovery import garbage
+from recovery.adoption import adopt
+from recovery.errors import CannotRestore, Damaged, FormatNotUnderstood, RecoveryError
+from recovery.layout import SEGMENTS
 from recovery.ledger import Ledger
 from recovery.log import Slot
 from recovery.model import OPEN
 from recovery.ports import LedgerCodec, Listed, ObjectStore, Put, SegmentCodec
 from recovery.reading import missing_segments, read_transcripts
-from recovery.restore import adopt
-from recovery.snapshots import Loaded, ObjectRef, Snapshot, get_object, load
-from snapshot_inspect.survey import Position, Unreadable, check_reference, nothing_published, snapshot_of, walk
+from recovery.snapshots import Loaded, Snapshot, load
+from snapshot_inspect.survey import Position, Unreadable, nothing_published, walk
+
+Codecs = tuple[SegmentCodec, LedgerCodec]
 
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A snapshot or a slot that is newer and cannot be used."""
+    """A slot that is newer and cannot be used. `what`: `snapshot N`, `gc slot N`, or `log slot N` if it is unknown."""
 
     seq: int
     what: str
-    error: Damaged | CannotRestore
+    error: RecoveryError
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class Adopted:
     segments: list[str] = field(default_factory=list)
     tokens: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
-    passed_over: list[tuple[str, str]] = field(default_factory=list)
+    unreadable: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,55 +60,44 @@ class Newest:
     adoption: Adopted | None = None
 
 
-def newest(store: ObjectStore, at: Position, codecs: tuple[SegmentCodec, LedgerCodec] | None = None) -> Newest:
+def newest(store: ObjectStore, at: Position, codecs: Codecs | None = None) -> Newest:
     """The snapshot that a restore would start from; with `codecs`, each one is checked as a restore checks it.
 
     Raises NothingPublished, FormatNotUnderstood where a restore would, or Damaged if no snapshot can be used.
     """
     newer: list[Slot] = []
-    passed_over = [] if at.gap is None else [_slot_passed_over(at.gap)]
+    passed_over = [] if at.gap is None else [PassedOver(at.gap.seq, f"log slot {at.gap.seq}", at.gap.error)]
     collected: set[str] = set()
+    adopts = True
     for found in walk(store, at.tail):
         if isinstance(found, Unreadable):
             if isinstance(found.error, FormatNotUnderstood):
                 raise found.error
-            passed_over.append(_slot_passed_over(found))
+            passed_over.append(PassedOver(found.seq, f"log slot {found.seq}", found.error))
             continue
         slot = found.slot
-        if slot.kind == "snapshot":
-            try:
-                snapshot = snapshot_of(slot)
-                loaded = None if codecs is None else check(store, *codecs, snapshot)
-            except (Damaged, CannotRestore) as error:
-                passed_over.append(PassedOver(slot.seq, f"snapshot {slot.seq}", error))
-            else:
+        what = f"gc slot {slot.seq}" if slot.kind == "gc" else f"snapshot {slot.seq}"
+        try:
+            if slot.kind == "gc" and codecs is not None:
+                collected |= garbage.intended(store, slot)
+            elif slot.kind == "snapshot":
+                snapshot = Snapshot.from_slot(slot)
                 adoption = None
-                if codecs is not None and loaded is not None:
-                    adoption = would_adopt(
-                        store,
-                        codecs[0],
-                        loaded.ledger,
-                        epoch=max([slot.epoch, *(later.epoch for later in newer)]),
-                        from_epoch=slot.epoch,
-                        flushed=loaded.flushed,
-                        collected=collected,
-                    )
+                if codecs is not None:
+                    loaded = check(store, codecs, snapshot, collected)
+                    adoption = _adoption(store, codecs[0], loaded, collected) if adopts else Adopted()
                 return Newest(snapshot, at, newer[::-1], passed_over, adoption)
-        elif slot.kind == "gc" and codecs is not None:
-            with suppress(Damaged):  # a restore takes such a list for one that was collected itself
-                collected |= set(victims(store, slot) or ())
+        except (Damaged, CannotRestore) as error:
+            adopts = adopts and slot.kind != "gc"
+            passed_over.append(PassedOver(slot.seq, what, error))
         newer.append(slot)
     raise _none(passed_over)
-
-
-def _slot_passed_over(found: Unreadable) -> PassedOver:
-    return PassedOver(found.seq, f"log slot {found.seq}", found.error)
 
 
 def _none(passed_over: list[PassedOver]) -> RecoveryError:
     refused = [item.error for item in passed_over if isinstance(item.error, CannotRestore)]
     if refused:
-        return refused[-1]
+        return refused[0]
     if not passed_over:
         return nothing_published()
     reasons = "; ".join(f"{item.what}: {item.error.message}" for item in passed_over)
@@ -116,10 +107,16 @@ def _none(passed_over: list[PassedOver]) -> RecoveryError:
     )
 
 
-def check(store: ObjectStore, segments: SegmentCodec, ledgers: LedgerCodec, snapshot: Snapshot) -> Loaded:
+def check(store: ObjectStore, codecs: Codecs, snapshot: Snapshot, collected: Collection[str]) -> Loaded:
     """Everything that a restore reads before it takes a snapshot. Raises Damaged or FormatNotUnderstood."""
+    segments, ledgers = codecs
     loaded = load(store, ledgers, snapshot)
     ledger = loaded.ledger
+    going = sorted(garbage.reached_from(snapshot, loaded.objects, ledger).intersection(collected))
+    if going:
+        raise Damaged(
+            f"a later garbage collection was about to delete {len(going)} of its objects, {going[0]} among them"
+        )
     wrong = missing_segments(store, {key: ledger.segment(key) for key in ledger.segments_in_use()})
     if wrong:
         raise wrong[0]
@@ -127,22 +124,9 @@ def check(store: ObjectStore, segments: SegmentCodec, ledgers: LedgerCodec, snap
     return loaded
 
 
-def victims(store: ObjectStore, slot: Slot) -> list[str] | None:
-    """Keys that a gc slot names; None if its list is gone. Raises Damaged if the list is not what was written."""
-    what = f"gc slot {slot.seq}"
-    ref = ObjectRef.from_json(slot.body.get("victims"), what)
-    check_reference(ref, what)
-    try:
-        data = get_object(store, ref)
-    except ObjectMissing:
-        return None
-    try:
-        keys = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{ref.key} is not JSON: {error}") from error
-    if not isinstance(keys, list):
-        raise Damaged(f"{ref.key} is not a list of keys")
-    return [str(key) for key in keys]
+def _adoption(store: ObjectStore, codec: SegmentCodec, loaded: Loaded, collected: Collection[str]) -> Adopted:
+    epoch, flushed = loaded.snapshot.slot.epoch, loaded.flushed
+    return would_adopt(store, codec, loaded.ledger, epoch=epoch, flushed=flushed, collected=collected)
 
 
 def would_adopt(
@@ -151,32 +135,23 @@ def would_adopt(
     ledger: Ledger,
     *,
     epoch: int,
-    from_epoch: int = 1,
-    flushed: Mapping[str, int] | None = None,
-    collected: set[str],
+    flushed: Mapping[str, int],
+    collected: Collection[str],
 ) -> Adopted:
-    """What the next restore adds to `ledger`, which is changed here; `epoch` is the one that the log has reached."""
+    """What a restore adds to `ledger`, that of a snapshot of `epoch`; `ledger` is changed here."""
     adopted = Adopted()
-    for item in store.list("seg/"):
-        found = adopt(
-            _OnlyOne(store, item),
-            codec,
-            ledger,
-            below_epoch=epoch + 1,
-            from_epoch=from_epoch,
-            flushed=flushed or {},
-            collected=collected,
-        )
+    for item in store.list(f"{SEGMENTS}e{epoch:06d}/"):
+        found = adopt(_OnlyOne(store, item), codec, ledger, epoch=epoch, flushed=flushed, collected=collected)
         if found.segments:
             adopted.segments.append(item.key)
         adopted.tokens += found.tokens
         adopted.rejected.update(found.rejected)
-        adopted.passed_over += [(item.key, passed.reason) for passed in found.passed_over]
+        adopted.unreadable += [(key, error.message) for key, error in found.unreadable]
     return adopted
 
 
 class _OnlyOne:
-    """A store of which one segment is listed and read: what recovery.restore.adopt is told is about that one."""
+    """A store of which one segment is listed: what recovery.adoption says of it is then about that one."""
 
     def __init__(self, inner: ObjectStore, item: Listed) -> None:
         self._inner = inner

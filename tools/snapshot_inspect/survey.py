@@ -7,13 +7,11 @@ Invariants:
 1. The slots are read newest first and by the rules of recovery.slots: an entry that the next one does not name is not
    used. Other than there, a slot that is not understood does not end the walk; whoever walks decides.
 2. The log alone is read.
-3. A reference is handed out only if it can be one: a key, a length, a sum.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,10 +20,9 @@ from recovery.errors import ConfigError, Damaged, FormatNotUnderstood, NothingPu
 from recovery.log import Slot
 from recovery.ports import ObjectStore
 from recovery.slots import Read, find_tail, read_slot, slot_exists
-from recovery.snapshots import ObjectRef, Snapshot
+from recovery.snapshots import Snapshot
 from storage_backends.keys import is_key
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PUT_BACK = "slots are never deleted: put it back from a copy of the store; `snapshot-inspect verify STORE` says more"
 
 
@@ -107,6 +104,8 @@ def walk(store: ObjectStore, top: int) -> Iterator[Found]:
             read = read_slot(store, seq)
             if read is not None and later is not None:
                 log.check_successor(read.slot, read.data, later)
+            if read is not None and seq == 1:
+                log.check_first(read.slot)
         except (Damaged, FormatNotUnderstood) as error:
             later = None
             yield Unreadable(seq, error)
@@ -130,22 +129,6 @@ def _missing(first: int, last: int, beyond: str = "") -> ObjectMissing:
     return ObjectMissing(f"log {which} missing{beyond}", hint=_PUT_BACK)
 
 
-def snapshot_of(slot: Slot) -> Snapshot:
-    """The snapshot that a slot is. Raises Damaged where its references cannot be any (invariant 3)."""
-    try:
-        snapshot = Snapshot.from_slot(slot)
-    except OverflowError as error:
-        raise Damaged(f"snapshot {slot.seq} does not reference an object: {error}") from error
-    for ref in (snapshot.ledger, *snapshot.states.values()):
-        check_reference(ref, f"snapshot {slot.seq}")
-    return snapshot
-
-
-def check_reference(ref: ObjectRef, what: str) -> None:
-    if not is_key(ref.key) or ref.nbytes < 0 or not _SHA256.fullmatch(ref.sha256):
-        raise Damaged(f"{what} references {ref.key!r:.100} of {ref.nbytes} bytes, which can be no object")
-
-
 def snapshots(store: ObjectStore, top: int) -> Iterator[Snapshot | Unreadable]:
     """Snapshots, newest first, and every slot that cannot be used."""
     for found in walk(store, top):
@@ -153,12 +136,20 @@ def snapshots(store: ObjectStore, top: int) -> Iterator[Snapshot | Unreadable]:
             yield found
         elif found.slot.kind == "snapshot":
             try:
-                yield snapshot_of(found.slot)
+                yield Snapshot.from_slot(found.slot)
             except Damaged as error:
                 yield Unreadable(found.slot.seq, error)
 
 
-def choose(store: ObjectStore, tail: int, text: str) -> Snapshot:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The snapshot that was meant by `latest`, a number or its first digits; `skipped`: newer slots, not usable."""
+
+    snapshot: Snapshot
+    skipped: tuple[Unreadable, ...] = ()
+
+
+def choose(store: ObjectStore, at: Position, text: str) -> Choice:
     """The snapshot that people mean by `text`: `latest`, its number, or digits that only one number begins with.
 
     Raises NothingPublished if there is no snapshot at all, ConfigError if `text` names none or several, and the error
@@ -166,28 +157,26 @@ def choose(store: ObjectStore, tail: int, text: str) -> Snapshot:
     """
     if text != "latest" and not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{text!r} is no snapshot", hint="a snapshot is named by its number, or by `latest`")
-    if text != "latest" and (exact := _numbered(store, tail, int(text))) is not None:
-        return exact
-    begins: list[Snapshot] = []
-    skipped: list[Unreadable] = []
-    n = 0
-    for found in snapshots(store, tail):
+    if text != "latest" and (exact := _numbered(store, at.tail, int(text))) is not None:
+        return Choice(exact)
+    ids: list[Snapshot] = []
+    skipped = [] if at.gap is None else [at.gap]
+    for found in snapshots(store, at.tail):
         if isinstance(found, Unreadable):
             skipped.append(found)
             continue
         if text == "latest":
-            return found
-        n += 1
-        if str(found.id).startswith(text):
-            begins.append(found)
-    if n == 0:
+            return Choice(found, tuple(skipped))
+        ids.append(found)
+    if not ids:
         raise skipped[0].error if skipped else nothing_published()
+    begins = [snapshot for snapshot in ids if str(snapshot.id).startswith(text)]
     if len(begins) == 1:
-        return begins[0]
+        return Choice(begins[0])
     hint = "list them: snapshot-inspect list STORE"
     if begins:
-        ids = ", ".join(str(snapshot.id) for snapshot in begins[::-1][:8])
-        raise ConfigError(f"{text} could be any of {len(begins)} snapshots: {ids}", hint=hint)
+        names = ", ".join(str(snapshot.id) for snapshot in begins[::-1][:8])
+        raise ConfigError(f"{text} could be any of {len(begins)} snapshots: {names}", hint=hint)
     raise ConfigError(f"there is no snapshot {text}", hint=hint)
 
 
@@ -200,7 +189,7 @@ def _numbered(store: ObjectStore, tail: int, seq: int) -> Snapshot | None:
             if found.seq == seq:
                 raise found.error
         elif found.slot.seq == seq:
-            return snapshot_of(found.slot) if found.slot.kind == "snapshot" else None
+            return Snapshot.from_slot(found.slot) if found.slot.kind == "snapshot" else None
     return None
 
 

@@ -24,18 +24,19 @@ from snapshot_inspect.newest import Newest, newest
 from snapshot_inspect.places import Place, ledger_codec, open_folder, open_place, segment_codec
 from snapshot_inspect.progress import progress_on
 from snapshot_inspect.render import Screen
-from snapshot_inspect.survey import Unreadable, choose, nothing_published, position, snapshots
+from snapshot_inspect.survey import Choice, Unreadable, choose, nothing_published, position, snapshots
 from snapshot_inspect.tokenizer import Texts
 from snapshot_inspect.verify import verify
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a verb says: `documents` for --json, one a line; `show` for people."""
+    """What a verb says: `documents` for --json, one a line; `show` for people; `notes` on stderr for both."""
 
     exit_code: int
     documents: list[Document]
     show: Callable[[Screen], None]
+    notes: tuple[str, ...] = ()
 
 
 def list_(args: Namespace, now: float) -> Answer:
@@ -92,45 +93,53 @@ def latest(args: Namespace, now: float) -> Answer:
     return Answer(code, [document], lambda screen: views.latest(screen, document))
 
 
+def _notes(choice: Choice) -> tuple[str, ...]:
+    """What was skipped for `latest`: people should not take an old snapshot for the newest one."""
+    return tuple(f"log slot {item.seq} cannot be used: {item.error.message}" for item in choice.skipped)
+
+
 def show(args: Namespace, now: float) -> Answer:
     place = open_place(args.store)
-    tail = position(place.store).tail
-    snapshot = choose(place.store, tail, args.id)
-    newest_one = snapshot if args.id == "latest" else choose(place.store, tail, "latest")
+    at = position(place.store)
+    choice = choose(place.store, at, args.id)
+    snapshot = choice.snapshot
+    newest_one = snapshot if args.id == "latest" else choose(place.store, at, "latest").snapshot
     earlier = snapshots(place.store, snapshot.id - 1)
     previous = next((item for item in earlier if isinstance(item, Snapshot)), None)
     document = documents.show(place, snapshot, newest_one.id, previous, now)
     code = Damaged.exit_code if document["problems"] else 0
-    return Answer(code, [document], lambda screen: views.show(screen, document))
+    return Answer(code, [document], lambda screen: views.show(screen, document), _notes(choice))
 
 
 def verify_(args: Namespace, now: float) -> Answer:
     place = open_place(args.store)
     only = None
     if args.snapshot is not None:
-        only = choose(place.store, position(place.store).tail, args.snapshot).id
+        only = choose(place.store, position(place.store), args.snapshot).snapshot.id
     progress = progress_on(sys.stderr) if args.read_data else None
     found = verify(place, segment_codec(), ledger_codec(), only=only, read_data=args.read_data, progress=progress)
     document = documents.verification(place, found)
     return Answer(found.exit_code, [document], lambda screen: views.verification(screen, document))
 
 
-def _chosen(args: Namespace) -> tuple[Place, Snapshot]:
+def _chosen(args: Namespace) -> tuple[Place, Choice]:
     place = open_place(args.store)
-    return place, choose(place.store, position(place.store).tail, args.id)
+    return place, choose(place.store, position(place.store), args.id)
 
 
 def calls_(args: Namespace, now: float) -> Answer:
-    place, snapshot = _chosen(args)
+    place, choice = _chosen(args)
+    snapshot = choice.snapshot
     entries = calls.in_order(calls.read_ledger(place.store, ledger_codec(), snapshot))
     wanted = {"open": {OPEN}, "ended": {ENDED}}.get(args.state, {OPEN, ENDED})
     rows = [documents.call_row(entry, snapshot.id) for entry in entries if entry.state in wanted]
-    return Answer(0, rows, lambda screen: views.calls(screen, rows))
+    return Answer(0, rows, lambda screen: views.calls(screen, rows), _notes(choice))
 
 
 def cat(args: Namespace, now: float) -> Answer:
     texts = None if args.tokenizer is None else Texts(args.tokenizer)
-    place, snapshot = _chosen(args)
+    place, choice = _chosen(args)
+    snapshot = choice.snapshot
     ledger = calls.read_ledger(place.store, ledger_codec(), snapshot)
     entry = calls.find_call(ledger, args.call)
     call = calls.read_call(place.store, segment_codec(), ledger, entry, snapshot.id)
@@ -138,4 +147,4 @@ def cat(args: Namespace, now: float) -> Answer:
     said = None if texts is None else (texts.text(prompt), texts.text(generated))
     pieces = None if texts is None else texts.pieces(generated)
     document = documents.cat(place, call, said)
-    return Answer(0, [document], lambda screen: views.cat(screen, document, pieces))
+    return Answer(0, [document], lambda screen: views.cat(screen, document, pieces), _notes(choice))

@@ -17,9 +17,10 @@ from snapshot_inspect.documents import Document
 from snapshot_inspect.render import Fact, Screen
 from snapshot_inspect.texts import age_text, count_text, nbytes_text, time_text
 
-NUMBERS = frozenset(
-    {"id", "epoch", "calls", "open", "ended", "tokens", "segments", "size", "written", "turn", "attempt"}
-)
+NUMBERS = frozenset({"id", "epoch", "calls", "open", "ended", "tokens", "segments", "size", "turn", "attempt"})
+"""Columns that are aligned on the right."""
+
+_FIGURES = ("calls", "open", "ended", "tokens", "segments")
 _MOST = 12
 """Names of one kind that are listed before `and n more`."""
 
@@ -54,14 +55,14 @@ def _snapshot_row(row: Document) -> list[str]:
         age_text(row["age_s"]),
         row["cause"] or "",
         str(row["epoch"]),
-        *(_number(counts[name]) for name in ("calls", "open", "ended", "tokens", "segments")),
+        *(_number(counts[name]) for name in _FIGURES),
         _size(counts["nbytes"]),
         note,
     ]
 
 
 def stores(screen: Screen, rows: Sequence[Document]) -> None:
-    heads = ("store", "latest", "taken (UTC)", "age", "epoch", "calls", "open", "ended", "tokens", "size", "note")
+    heads = ("store", "latest", "taken (UTC)", "age", "epoch", *_FIGURES, "size", "note")
     screen.rows(heads, [_store_row(row) for row in rows], NUMBERS | {"latest"})
 
 
@@ -69,12 +70,12 @@ def _store_row(row: Document) -> list[str]:
     counts = row["counts"] or {}
     return [
         row["name"],
-        _number(row["latest"]),
+        "" if row["latest"] is None else str(row["latest"]),
         _utc(row) if row["latest"] is not None else "",
         age_text(row["age_s"]) if row["latest"] is not None else "",
-        _number(row["epoch"]),
-        *(_number(counts.get(name)) for name in ("calls", "open", "ended", "tokens")),
-        _size(counts.get("nbytes")),
+        "" if row["epoch"] is None else str(row["epoch"]),
+        *("" if row["counts"] is None else _number(counts[name]) for name in _FIGURES),
+        "" if row["counts"] is None else _size(counts["nbytes"]),
         row["error"] or "",
     ]
 
@@ -156,11 +157,11 @@ def verification(screen: Screen, document: Document) -> None:
         if ids:
             facts.append((status.replace("_", " "), _ids(ids)))
     facts.append(("checked", _checked(checked, document["read_data"])))
+    if document["restore_from"] is not None:
+        facts.append(("newest sound", f"snapshot {document['restore_from']}"))
     facts += _adoption_facts(document["adoption"])
-    facts += _kinds(
-        "unreferenced", [item["object"] for item in document["unreferenced"]], "object that waits for collection"
-    )
-    facts += _kinds("foreign", document["foreign"], "file that is not part of the store")
+    facts += _kinds("unreferenced", [item["object"] for item in document["unreferenced"]], "object", "for a later run")
+    facts += _kinds("foreign", document["foreign"], "file", "not part of the store")
     if document["unfinished"]:
         facts.append(("unfinished", f"{count_text(document['unfinished'], 'file')} in .tmp"))
     facts += [("note", note) for note in document["notes"]]
@@ -179,17 +180,12 @@ def _checked(checked: dict[str, int], read_data: bool) -> str:
     if not read_data:
         return f"{structure}; {segments} by name and size (--read-data reads them)"
     data = f"{checked['tokens']} tokens in {count_text(checked['chunks'], 'chunk')}"
-    return f"{structure}; {segments} byte by byte ({_size(checked['nbytes'])}): {data}, {count_text(checked['requests'], 'request')}"
+    requests = count_text(checked["requests"], "request")
+    return f"{structure}; {segments} byte by byte ({_size(checked['nbytes'])}): {data}, {requests}"
 
 
-def _kinds(name: str, objects: list[str], what: str) -> list[Fact]:
-    if not objects:
-        return []
-    return [(name, f"{count_text(len(objects), what, _plural(what))}: {_names(objects)}")]
-
-
-def _plural(what: str) -> str:
-    return what.replace("object that waits", "objects that wait").replace("file that is", "files that are")
+def _kinds(name: str, objects: list[str], what: str, remark: str) -> list[Fact]:
+    return [(name, f"{count_text(len(objects), what)}, {remark}: {_names(objects)}")] if objects else []
 
 
 def _problem(problem: Document) -> list[Fact]:
@@ -242,10 +238,7 @@ def cat(screen: Screen, document: Document, pieces: Sequence[str] | None) -> Non
         ("state", " ".join(filter(None, (document["state"], _ended_by(document))))),
         ("prompt", count_text(len(document["prompt_token_ids"]), "token")),
         ("tokens", str(document["n_tokens"])),
-        (
-            "sampling",
-            ", ".join(f"{name}={value}" for name, value in sorted(document["sampling"].items())) or "defaults",
-        ),
+        ("sampling", ", ".join(f"{k}={v}" for k, v in sorted(document["sampling"].items())) or "defaults"),
     ]
     if document["restart_only"]:
         facts.append(("restart only", document["restart_only"]))

@@ -1,0 +1,108 @@
+"""What the whole test session shares: the seed, a tiny model, one event loop, one engine on it.
+
+Owns: the fixtures that are costly to make, and ending what they started.
+Does not know: what is tested. A test that asks for none of these starts none of them.
+
+Invariants:
+1. There is one engine per session, started by the first test that asks for it, and its processes end with the session.
+2. After the engine's start the environment is what it was before: processes that tests start see a user's environment.
+3. Every random choice comes from `rng`, which is a function of the printed seed and the test's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from prefix_recovery.processes import descendants
+
+T = TypeVar("T")
+OnLoop = Callable[[Coroutine[Any, Any, T]], T]
+
+ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 192 << 20}
+"""Engine arguments of the session's engine, and of the jobs that tests run."""
+
+_LONGEST_S = 240.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="seed of random kills and cuts (default: random, printed)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--seed") is None:
+        config.option.seed = int.from_bytes(os.urandom(4), "little")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.getoption('--seed')} (give it with --seed)"
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Randomness of one test; the same for the same --seed, whichever other tests run."""
+    seed = request.config.getoption("--seed")
+    print(f"--seed {seed}")
+    return random.Random(f"{seed} {request.node.nodeid}")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random Llama with a byte-level tokenizer."""
+    from prefix_recovery.tiny import make_tiny_llama
+
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def on_loop() -> Iterator[OnLoop[Any]]:
+    """Runs a coroutine to its end on the session's one event loop, which stands still between two calls."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+
+    def run(work: Coroutine[Any, Any, T]) -> T:
+        return loop.run_until_complete(asyncio.wait_for(work, _LONGEST_S))
+
+    yield run
+    pending = asyncio.all_tasks(loop)
+    for task in pending:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def session_engine(tiny_model: Path, on_loop: OnLoop[Any]) -> Iterator[Any]:
+    """The session's AsyncLLM, with the settings that a job gets."""
+    from prefix_recovery.engine import Engine
+
+    before = dict(os.environ)
+    started = Engine(str(tiny_model), ENGINE)
+    os.environ.clear()
+    os.environ.update(before)
+    tempfile.tempdir = None
+    ours = descendants(os.getpid())
+
+    async def close() -> None:
+        started.close()
+
+    yield started.llm
+    on_loop(close())
+    left = [identity for identity in ours if identity.alive()]
+    assert not left, f"the engine left processes behind: {left}"
+
+
+@pytest.fixture
+def engine(session_engine: Any, on_loop: OnLoop[Any]) -> Any:
+    """The session's AsyncLLM, with no cached prefix of an earlier test."""
+    on_loop(session_engine.reset_prefix_cache())
+    return session_engine

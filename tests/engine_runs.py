@@ -1,0 +1,212 @@
+"""Calls on a real engine, bare and captured, in a form that can be compared.
+
+Owns: how a stream of outputs becomes one Answer, how a store with a call cut at an exact place is made, and how a store
+is read back.
+Does not know: pytest, which behaviour is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recovery import codec, resume
+from recovery.config import CheckpointingConfig, GymConfig
+from recovery.ledger import Entry
+from recovery.model import Request
+from recovery.reading import Transcript, read_transcripts
+from recovery.slots import find_tail, walk_back
+from recovery.snapshots import Snapshot, load
+from storage_backends import open_store
+from storage_backends.arrow_ledger import ArrowLedgerCodec
+from storage_backends.arrow_segments import ArrowSegmentCodec
+from vllm_hooks import RecoverableEngine, RecoverySession, surface
+
+LogprobEntry = list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a caller was given in the end. `logprobs`: per token the (id, logprob) pairs, the sampled token's first."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    stop_reason: int | str | None
+    cumulative_logprob: float | None
+    logprobs: list[LogprobEntry] | None
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[Any] | None
+    finished: bool
+    n_outputs: int
+
+    @property
+    def sampled(self) -> list[float]:
+        """The logprob of each sampled token."""
+        assert self.logprobs is not None
+        return [dict(entry)[token] for token, entry in zip(self.token_ids, self.logprobs, strict=True)]
+
+
+def greedy(max_tokens: int, kind: str = "FINAL_ONLY", **fields: Any) -> Any:
+    """SamplingParams of a greedy call that runs to its length."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    values = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 0, **fields}
+    return SamplingParams(**values, output_kind=RequestOutputKind[kind])
+
+
+async def answer_of(stream: AsyncIterator[Any], delta: bool, each: Callable[[Any], None] | None = None) -> Answer:
+    """Read a stream to its end. Lists are copied as they come: the engine goes on writing into some of them."""
+    ids: list[int] = []
+    text, logprobs, n, prompt_logprobs, output = "", None, 0, None, None
+    async for output in stream:
+        n += 1
+        if each is not None:
+            each(output)
+        completion = output.outputs[0]
+        fresh = None if completion.logprobs is None else [_entry(item) for item in completion.logprobs]
+        if delta:
+            ids += completion.token_ids
+            text += completion.text
+            logprobs = None if fresh is None else (logprobs or []) + fresh
+            prompt_logprobs = output.prompt_logprobs or prompt_logprobs
+        else:
+            ids, text, logprobs = list(completion.token_ids), completion.text, fresh
+            prompt_logprobs = output.prompt_logprobs
+    assert output is not None, "the stream had no output"
+    completion = output.outputs[0]
+    return Answer(
+        token_ids=ids,
+        text=text,
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        cumulative_logprob=completion.cumulative_logprob,
+        logprobs=logprobs,
+        prompt=output.prompt,
+        prompt_token_ids=list(output.prompt_token_ids),
+        prompt_logprobs=None if prompt_logprobs is None else [p and _entry(p) for p in prompt_logprobs],
+        finished=output.finished,
+        n_outputs=n,
+    )
+
+
+def _entry(position: Any) -> LogprobEntry:
+    return [(int(token), float(value.logprob)) for token, value in position.items()]
+
+
+async def ask(engine: Any, prompt: Any, params: Any, name: str, **arguments: Any) -> Answer:
+    """One whole call."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return await answer_of(
+        engine.generate(prompt, params, name, **arguments), params.output_kind == RequestOutputKind.DELTA
+    )
+
+
+def assert_same(got: Answer, wanted: Answer, tolerance: float = 1e-6) -> None:
+    """Equal in everything a caller can see but the number of outputs; logprobs within `tolerance`."""
+    for name in ("token_ids", "text", "finish_reason", "stop_reason", "prompt", "prompt_token_ids", "finished"):
+        assert getattr(got, name) == getattr(wanted, name), name
+    assert (got.logprobs is None) == (wanted.logprobs is None)
+    assert (got.cumulative_logprob is None) == (wanted.cumulative_logprob is None)
+    if wanted.logprobs is not None and got.logprobs is not None:
+        assert len(got.logprobs) == len(got.token_ids)
+        assert [[token for token, _ in entry] for entry in got.logprobs] == [
+            [token for token, _ in entry] for entry in wanted.logprobs
+        ]
+        assert np.allclose(got.sampled, wanted.sampled, rtol=0, atol=tolerance)
+    if wanted.cumulative_logprob is not None and got.cumulative_logprob is not None:
+        assert abs(got.cumulative_logprob - wanted.cumulative_logprob) <= tolerance * max(1, len(wanted.token_ids))
+
+
+def block(store: Path, **fields: Any) -> CheckpointingConfig:
+    """`rollout_checkpointing` with snapshots only when asked for. `flush`: tokens per flush; `mode`: the mode."""
+    gym = GymConfig(mode=fields.pop("mode", "prefix_recovery"), generation_chunk_flush_tokens=fields.pop("flush", 8))
+    return CheckpointingConfig(
+        **{"enabled": True, "store": str(store), "snapshot_interval_s": 3600.0, "gym": gym, **fields}
+    )
+
+
+def open_session(engine: Any, config: CheckpointingConfig, **fields: Any) -> RecoverySession:
+    """A session over a store, with the engine's rules of when a call ends."""
+    return RecoverySession.open(config, must={"model": "tiny"}, stop=surface.stop_rules(engine), **fields)
+
+
+@contextlib.asynccontextmanager
+async def capturing(
+    engine: Any, store: Path, *, last_snapshot: bool = True, **fields: Any
+) -> AsyncIterator[tuple[Any, RecoverySession]]:
+    """A started session over `store` and the engine that captures into it; stopped at the end."""
+    keeps_results = fields.pop("keeps_results", False)
+    session = open_session(engine, block(store, **fields), keeps_results=keeps_results)
+    session.start()
+    try:
+        yield RecoverableEngine(engine, session), session
+    finally:
+        await session.stop(last_snapshot=last_snapshot)
+
+
+def request_of(name: str, prompt_ids: Sequence[int], params: Any) -> Request:
+    """What RecoverableEngine makes of a request."""
+    sampling = surface.sampling_fields(params)
+    return Request(
+        rollout=name,
+        prompt_token_ids=np.asarray(prompt_ids, dtype=np.int32),
+        sampling=sampling,
+        restart_only=resume.restart_only(sampling, {}),
+    )
+
+
+async def put_cut(
+    session: RecoverySession, engine: Any, name: str, params: Any, whole: Answer, start: int, cut: int
+) -> None:
+    """Let a session capture tokens [start, cut) of a call, as if its consumer had been cut off exactly there."""
+    request = request_of(name, whole.prompt_token_ids, params)
+    call = await session.admit(request, surface.stop_rules(engine))
+    assert call.n_tokens == start
+    if cut > start:
+        session.captured(call, whole.token_ids[start:cut], whole.sampled[start:cut])
+    session.left(call)
+
+
+async def store_with_cut(engine: Any, store: Path, name: str, params: Any, whole: Answer, cut: int) -> None:
+    """A store whose snapshot holds exactly the first `cut` tokens of the call `whole`."""
+    async with capturing(engine, store) as (_, session):
+        await put_cut(session, engine, name, params, whole, 0, cut)
+
+
+@dataclass(slots=True)
+class Stored:
+    """The newest snapshot of a store, read with nothing of the session that wrote it."""
+
+    snapshot: int
+    entries: dict[str, Entry]
+    transcripts: dict[str, Transcript]
+
+
+def read_back(root: Path) -> Stored:
+    """The newest snapshot and the transcripts of all its calls, by request id."""
+    store = open_store(str(root))
+    for read in walk_back(store, find_tail(store)):
+        assert not isinstance(read, Exception), read
+        if read.slot.kind == "snapshot":
+            loaded = load(store, ArrowLedgerCodec(), Snapshot.from_slot(read.slot))
+            found = read_transcripts(store, ArrowSegmentCodec(), loaded.ledger, loaded.ledger)
+            return Stored(
+                read.slot.seq,
+                {entry.identity.rollout: entry for entry in loaded.ledger},
+                {loaded_entry.identity.rollout: found[loaded_entry.call_id] for loaded_entry in loaded.ledger},
+            )
+    raise AssertionError(f"{root} has no snapshot")
+
+
+def call_id_of(name: str, prompt_ids: Sequence[int], params: Any) -> Any:
+    """The id under which a call is kept."""
+    return codec.call_id(name, 0, codec.request_digest(request_of(name, prompt_ids, params)))

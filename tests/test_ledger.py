@@ -1,0 +1,427 @@
+"""recovery.ledger against a model of plain dicts; bases and deltas reload to the same at every publication."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from recovery.errors import Damaged
+from recovery.ledger import ChunkAt, EndedAt, Ledger, OpenedAt
+from recovery.model import (
+    DROPPED,
+    ENDED,
+    OPEN,
+    BatchInfo,
+    CallId,
+    ChunkRef,
+    Identity,
+    LedgerRow,
+    PolicyVersion,
+    RecordRef,
+    Restarted,
+    Resumed,
+    SegmentInfo,
+)
+from tests.fakes import V0, name
+
+NAMES = ["c0", "c1", "c2", "c3"]
+
+
+def segment(number: int) -> SegmentInfo:
+    key = f"seg/e000001/w0.00000000/{number:08d}-00000000-00000000.arrow"
+    return SegmentInfo(key=key, nbytes=100 + number, crc32c=number, batches=(BatchInfo(0, 10, 1, 64),))
+
+
+def identity(rollout: str, at: RecordRef) -> Identity:
+    return Identity(rollout=rollout, turn=0, request_digest=b"r" * 16, source_digest="s", restart_only="", opened=at)
+
+
+def chunk_ref(at: RecordRef, start: int, n: int, version: PolicyVersion = V0) -> ChunkRef:
+    digest = hashlib.sha256(f"{at}{start}{n}".encode()).digest()[:16]
+    return ChunkRef(at, start, n, digest, version)
+
+
+@dataclass
+class Call:
+    """The model's call: chunks as (segment number, start, n), no cleverness."""
+
+    attempt: int
+    opened_in: int
+    chunks: list[tuple[int, int, int]] = field(default_factory=list)
+    ended: bool = False
+    history: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(n for _, _, n in self.chunks)
+
+
+def flat(ledger: Ledger) -> dict[str, Any]:
+    """A ledger as plain values, through its public face."""
+    found = {}
+    for entry in ledger:
+        found[entry.identity.rollout] = (
+            entry.attempt,
+            entry.identity.opened.segment,
+            [(c.at.segment, c.start, c.n_tokens) for c in entry.chunks],
+            entry.n_tokens,
+            entry.state,
+            entry.ended,
+            [(type(event).__name__, event.at) for event in entry.history],
+        )
+        assert entry.call_id == name(entry.identity.rollout)
+        assert ledger.get(entry.call_id) is entry
+    assert len(found) == len(ledger)
+    return found
+
+
+def flat_model(calls: dict[str, Call]) -> dict[str, Any]:
+    return {
+        rollout: (
+            call.attempt,
+            segment(call.opened_in).key,
+            [(segment(s).key, start, n) for s, start, n in call.chunks],
+            call.n_tokens,
+            ENDED if call.ended else OPEN,
+            ("length", None) if call.ended else None,
+            call.history,
+        )
+        for rollout, call in calls.items()
+    }
+
+
+def used_segments(calls: dict[str, Call]) -> set[int]:
+    return {call.opened_in for call in calls.values()} | {s for call in calls.values() for s, _, _ in call.chunks}
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Records of any attempt and position arrive; restores and retractions happen; publications succeed or fail."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.ledger = Ledger()
+        self.calls: dict[str, Call] = {}
+        self.segment = 0
+        self.index = 0
+        self.objects: list[tuple[dict[str, Any], list[LedgerRow]]] = []
+        self.described: set[str] = set()
+        self.next_segment()
+
+    @rule()
+    def next_segment(self) -> None:
+        self.segment += 1
+        self.index = 0
+
+    def at(self) -> RecordRef:
+        """Where the next record lies. A segment is described when its records are applied."""
+        self.index += 1
+        self.ledger.describe(segment(self.segment))
+        return RecordRef(segment(self.segment).key, self.index - 1)
+
+    # ---- records ---------------------------------------------------------------------------------------------------
+
+    @rule(rollout=st.sampled_from(NAMES), attempt=st.integers(0, 3))
+    def opened(self, rollout: str, attempt: int) -> None:
+        at = self.at()
+        reason = self.ledger.apply(OpenedAt(name(rollout), attempt, identity(rollout, at)))
+        call = self.calls.get(rollout)
+        if call is None:
+            assert reason == ""
+            self.calls[rollout] = Call(attempt, self.segment)
+        elif call.ended or attempt <= call.attempt:
+            assert reason
+        else:
+            assert reason == ""
+            call.attempt, call.chunks = attempt, []
+
+    @rule(rollout=st.sampled_from(NAMES), wrong=st.integers(-2, 2), late=st.integers(-1, 1), n=st.integers(1, 9))
+    def chunk(self, rollout: str, wrong: int, late: int, n: int) -> None:
+        """A chunk, mostly at the end of the call and of its attempt."""
+        call = self.calls.get(rollout)
+        attempt = max(0, (call.attempt if call else 0) + (late if wrong else 0))
+        start = max(0, (call.n_tokens if call else 0) + (wrong if late else 0))
+        reason = self.ledger.apply(ChunkAt(name(rollout), attempt, chunk_ref(self.at(), start, n)))
+        fits = call is not None and not call.ended and attempt == call.attempt and start == call.n_tokens
+        assert (reason == "") == fits
+        if fits and call is not None:
+            call.chunks.append((self.segment, start, n))
+
+    @rule(rollout=st.sampled_from(NAMES), late=st.sampled_from([0, 0, 0, 1]), wrong=st.sampled_from([0, 0, 0, 1]))
+    def ended(self, rollout: str, late: int, wrong: int) -> None:
+        call = self.calls.get(rollout)
+        attempt, n = (call.attempt + late, call.n_tokens + wrong) if call else (0, 0)
+        reason = self.ledger.apply(EndedAt(name(rollout), attempt, n, "length", None))
+        fits = call is not None and not call.ended and not late and not wrong
+        assert (reason == "") == fits
+        if fits and call is not None:
+            call.ended = True
+
+    # ---- restores, retention, damage -------------------------------------------------------------------------------
+
+    def open_calls(self) -> list[str]:
+        return [rollout for rollout, call in self.calls.items() if not call.ended]
+
+    @precondition(lambda self: self.open_calls())
+    @rule(data=st.data())
+    def resume(self, data: Any) -> None:
+        rollout = data.draw(st.sampled_from(self.open_calls()))
+        call = self.calls[rollout]
+        self.ledger.resume(name(rollout), 7, "bitwise")
+        call.attempt += 1
+        if call.history[-1:] != [("Resumed", call.n_tokens)]:
+            call.history.append(("Resumed", call.n_tokens))
+
+    @precondition(lambda self: self.open_calls())
+    @rule(data=st.data())
+    def restart(self, data: Any) -> None:
+        rollout = data.draw(st.sampled_from(self.open_calls()))
+        call = self.calls[rollout]
+        self.ledger.restart(name(rollout), 7, "seed: why")
+        if call.n_tokens:
+            call.history.append(("Restarted", call.n_tokens))
+        call.attempt, call.chunks = call.attempt + 1, []
+
+    @precondition(lambda self: self.open_calls())
+    @rule(data=st.data())
+    def finish(self, data: Any) -> None:
+        rollout = data.draw(st.sampled_from(self.open_calls()))
+        self.ledger.finish(name(rollout), "length", None)
+        self.calls[rollout].ended = True
+
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data())
+    def drop(self, data: Any) -> None:
+        rollout = data.draw(st.sampled_from(sorted(self.calls)))
+        self.ledger.drop(name(rollout))
+        del self.calls[rollout]
+
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data())
+    def retract(self, data: Any) -> None:
+        """A segment turned out bad: every call that has a record in it goes back to before it."""
+        bad = data.draw(st.sampled_from(sorted(used_segments(self.calls))))
+        mentioned = [r for r, c in self.calls.items() if c.opened_in == bad or any(s == bad for s, _, _ in c.chunks)]
+        self.ledger.retract(segment(bad).key, [name(r) for r in mentioned] + [name("never seen")])
+        for rollout in mentioned:
+            call = self.calls[rollout]
+            if call.opened_in == bad:
+                del self.calls[rollout]
+                continue
+            first = next(i for i, (s, _, _) in enumerate(call.chunks) if s == bad)
+            del call.chunks[first:]
+            call.ended = False
+        assert not self.ledger.knows_segment(segment(bad).key)
+
+    # ---- publications ----------------------------------------------------------------------------------------------
+
+    @rule(base=st.booleans(), succeeds=st.sampled_from([True, True, False]))
+    def publish(self, base: bool, succeeds: bool) -> None:
+        """Write an object; only an acknowledged one counts. A failed one must be contained in the next."""
+        base = base or not self.objects
+        rows = self.ledger.base() if base else self.ledger.delta()
+        described, ancestors = self.ledger.segment_tables(rows, base=base)
+        if not succeeds:
+            return
+        keys = [info.key for info in described]
+        known = set() if base else self.described
+        assert not known & set(keys) and set(ancestors) <= known and len(set(keys)) == len(keys)
+        self.ledger.published(described, base=base)
+        if base:
+            self.objects, self.described = [], set()
+        self.objects.append(({"segments": described}, rows))
+        self.described |= set(keys)
+        assert flat(Ledger.from_objects(self.objects)) == flat_model(self.calls)
+        assert self.ledger.n_changed == 0
+
+    @precondition(lambda self: self.objects)
+    @rule(go_on=st.booleans())
+    def reload(self, go_on: bool) -> None:
+        """What a restore reads is the last acknowledged publication; it can be written on top of."""
+        loaded = Ledger.from_objects(self.objects)
+        assert loaded.n_changed == 0 and loaded.delta() == []
+        if go_on and flat(loaded) == flat_model(self.calls):
+            self.ledger = loaded
+            self.next_segment()
+
+    # ---- what holds at every moment ----------------------------------------------------------------------------
+
+    @invariant()
+    def equals_the_model(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        assert flat(self.ledger) == flat_model(self.calls)
+        counts = self.ledger.counts()
+        used = used_segments(self.calls)
+        n_ended = sum(call.ended for call in self.calls.values())
+        assert (counts.calls, counts.ended, counts.open) == (len(self.calls), n_ended, len(self.calls) - n_ended)
+        assert counts.tokens == sum(call.n_tokens for call in self.calls.values())
+        assert counts.chunks == sum(len(call.chunks) for call in self.calls.values())
+        assert (counts.segments, counts.nbytes) == (len(used), sum(100 + number for number in used))
+        assert self.ledger.segments_in_use() == {segment(number).key for number in used}
+
+    @invariant()
+    def calls_are_contiguous(self) -> None:
+        for entry in getattr(self, "ledger", ()):
+            end = 0
+            for chunk in entry.chunks:
+                assert chunk.start == end
+                end = chunk.stop
+            assert end == entry.n_tokens
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+# ---- single rules ----------------------------------------------------------------------------------------------
+
+
+def ledger_with(rollout: str = "c0", n_chunks: int = 2) -> Ledger:
+    ledger = Ledger()
+    ledger.describe(segment(1))
+    assert ledger.apply(OpenedAt(name(rollout), 0, identity(rollout, RecordRef(segment(1).key, 0)))) == ""
+    for i in range(n_chunks):
+        assert not ledger.apply(ChunkAt(name(rollout), 0, chunk_ref(RecordRef(segment(1).key, i + 1), 4 * i, 4)))
+    return ledger
+
+
+def test_the_reason_says_what_did_not_fit() -> None:
+    ledger = ledger_with()
+    ref = chunk_ref(RecordRef(segment(1).key, 9), 4, 4)
+    assert "starts at 4, the call ends at 8" in ledger.apply(ChunkAt(name("c0"), 0, ref))
+    assert "attempt 1, the call is at attempt 0" in ledger.apply(ChunkAt(name("c0"), 1, replace(ref, start=8)))
+    assert "unknown" in ledger.apply(ChunkAt(name("nobody"), 0, ref))
+    assert "9 tokens and has 8" in ledger.apply(EndedAt(name("c0"), 0, 9, "stop", None))
+    assert ledger.apply(EndedAt(name("c0"), 0, 8, "stop", 5)) == ""
+    assert "has ended" in ledger.apply(EndedAt(name("c0"), 0, 8, "stop", 5))
+    assert "has ended" in ledger.apply(OpenedAt(name("c0"), 5, identity("c0", RecordRef(segment(1).key, 0))))
+
+
+def test_every_restart_that_threw_tokens_away_is_in_the_history() -> None:
+    """Two restarts after equally many tokens are two; a resume that got nowhere is not worth two lines."""
+    ledger = ledger_with()
+    ledger.restart(name("c0"), 5, "seed: why")
+    ledger.restart(name("c0"), 6, "seed: why")  # nothing to throw away
+    assert not ledger.apply(ChunkAt(name("c0"), 2, chunk_ref(RecordRef(segment(1).key, 3), 0, 8)))
+    ledger.restart(name("c0"), 7, "seed: why")
+    entry = ledger.get(name("c0"))
+    assert entry is not None
+    assert entry.history == (Restarted(8, 5, "seed: why"), Restarted(8, 7, "seed: why"))
+    other = ledger_with("c1")
+    for snapshot in (5, 6, 7):
+        other.resume(name("c1"), snapshot, "bitwise")
+    entry = other.get(name("c1"))
+    assert entry is not None and entry.history == (Resumed(8, 7, "bitwise"),)
+
+
+def test_a_delta_says_only_what_changed() -> None:
+    ledger = ledger_with(n_chunks=50)
+    for i in range(1, 4):
+        ledger.apply(OpenedAt(name(f"c{i}"), 0, identity(f"c{i}", RecordRef(segment(1).key, 60 + i))))
+    described, _ = ledger.segment_tables(ledger.base(), base=True)
+    ledger.published(described, base=True)
+    ledger.describe(segment(2))
+    assert not ledger.apply(ChunkAt(name("c0"), 0, chunk_ref(RecordRef(segment(2).key, 0), 200, 3)))
+    (row,) = ledger.delta()
+    assert (row.kept, len(row.chunks), row.identity, row.history) == (50, 1, None, None)
+    assert ledger.segment_tables([row], base=False) == ([segment(2)], [])
+
+
+def test_the_order_of_calls_survives_a_reload() -> None:
+    ledger = Ledger()
+    ledger.describe(segment(1))
+    for i in range(5):
+        ledger.apply(OpenedAt(name(f"c{i}"), 0, identity(f"c{i}", RecordRef(segment(1).key, i))))
+    base = ledger.base()
+    ledger.published([segment(1)], base=True)
+    ledger.resume(name("c2"), 1, "token")
+    loaded = Ledger.from_objects([({"segments": [segment(1)]}, base), ({"segments": []}, ledger.delta())])
+    assert [entry.identity.rollout for entry in loaded] == [f"c{i}" for i in range(5)]
+
+
+# ---- rows that do not fit --------------------------------------------------------------------------------------
+
+
+def row(**fields: Any) -> LedgerRow:
+    at = RecordRef(segment(1).key, 0)
+    values: dict[str, Any] = {
+        "call_id": name("c0"),
+        "attempt": 0,
+        "state": OPEN,
+        "n_tokens": 8,
+        "kept": 0,
+        "chunks": (chunk_ref(at, 0, 4), chunk_ref(at, 4, 4)),
+        "identity": identity("c0", at),
+        "ended": None,
+        "history": (),
+    }
+    return LedgerRow(**{**values, **fields})
+
+
+REF = RecordRef(segment(1).key, 0)
+BAD_BASES: list[tuple[str, dict[str, Any]]] = [
+    ("7 tokens are listed|8 tokens are listed, 7 stated", {"n_tokens": 7}),
+    ("starts at 5 where 4 is next", {"chunks": (chunk_ref(REF, 0, 4), chunk_ref(REF, 5, 3))}),
+    ("starts at 3 where 4 is next", {"chunks": (chunk_ref(REF, 0, 4), chunk_ref(REF, 3, 5))}),
+    ("starts at 1 where 0 is next", {"chunks": (chunk_ref(REF, 1, 7),)}),
+    ("starts at 4 where 4 is next", {"chunks": (chunk_ref(REF, 0, 4), chunk_ref(REF, 4, 0), chunk_ref(REF, 4, 4))}),
+    ("1 chunks should have been kept, the parent lists 0", {"kept": 1}),
+    ("changes a call that no ancestor has", {"identity": None}),
+    ("state and its end", {"state": ENDED}),
+    ("state and its end", {"ended": ("stop", None)}),
+    ("9 is no state", {"state": 9}),
+    ("dropped and has chunks", {"state": DROPPED}),
+    ("is not described", {"chunks": (chunk_ref(RecordRef("seg/elsewhere", 0), 0, 8),)}),
+    ("is not described", {"identity": identity("c0", RecordRef("seg/elsewhere", 0))}),
+]
+
+
+@pytest.mark.parametrize(("said", "fields"), BAD_BASES)
+def test_a_row_that_does_not_fit_is_damage_that_names_the_call(said: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(Damaged, match=said) as caught:
+        Ledger.from_objects([({"segments": [segment(1)]}, [row(**fields)])])
+    assert name("c0").hex() in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "fields"),
+    [
+        ("3 chunks should have been kept, the parent lists 2", {"kept": 3, "chunks": (), "n_tokens": 8}),
+        ("starts at 4 where 8 is next", {"kept": 2, "chunks": (chunk_ref(REF, 4, 4),), "n_tokens": 12}),
+        ("8 tokens are listed, 12 stated", {"kept": 2, "chunks": (), "n_tokens": 12}),
+        ("dropped and has chunks", {"kept": 1, "chunks": (), "n_tokens": 0, "state": DROPPED}),
+    ],
+)
+def test_a_delta_must_fit_its_parent(said: str, fields: dict[str, Any]) -> None:
+    base: tuple[dict[str, Any], list[LedgerRow]] = ({"segments": [segment(1)]}, [row()])
+    assert len(Ledger.from_objects([base, ({"segments": []}, [row(kept=2, chunks=())])])) == 1
+    with pytest.raises(Damaged, match=said):
+        Ledger.from_objects([base, ({"segments": []}, [row(identity=None, **fields)])])
+
+
+def test_dropping_what_no_ancestor_has_is_fine() -> None:
+    """A call that came and went between two publications."""
+    gone = row(state=DROPPED, n_tokens=0, chunks=(), identity=None, history=None)
+    assert len(Ledger.from_objects([({"segments": []}, [gone])])) == 0
+
+
+def check_failed(change: Callable[[Ledger], None]) -> CallId:
+    ledger = ledger_with()
+    before = flat(ledger)
+    change(ledger)
+    assert flat(ledger) == before
+    return name("c0")
+
+
+def test_b7_a_rejected_record_changes_nothing() -> None:
+    check_failed(lambda ledger: ledger.apply(ChunkAt(name("c0"), 0, chunk_ref(RecordRef(segment(1).key, 9), 3, 5))))
+    check_failed(lambda ledger: ledger.apply(ChunkAt(name("c0"), 3, chunk_ref(RecordRef(segment(1).key, 9), 8, 5))))
+    check_failed(lambda ledger: ledger.apply(EndedAt(name("c0"), 0, 7, "stop", None)))
+    check_failed(lambda ledger: ledger.apply(OpenedAt(name("c0"), 0, identity("c0", RecordRef(segment(1).key, 9)))))

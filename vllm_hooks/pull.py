@@ -1,0 +1,140 @@
+"""The pull capture: reading the front end's own per-request state at a cut, instead of having every token delivered.
+
+Owns: which of vLLM's semi-private attributes are read (the same that vLLM's own RL router reads), and what was taken.
+Does not know: buffers, stores; session.py decides when to read.
+
+A FINAL_ONLY caller's request then costs nothing per token; the wrapper capture would have to stream it.
+
+Invariants:
+1. Read on the event loop between two outputs, a request's ids and logprobs are of the same length: vLLM applies both in
+   one synchronous step.
+2. What was pulled is a prefix of what the engine delivers at the end; if not, the capture stops the job by name.
+3. Used only where the self-test (parity.py) saw it agree with delivered deltas, and only for requests whose delivered
+   ids cannot be trimmed afterwards (no stop strings).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recovery.calls import LiveCall
+from recovery.errors import CaptureDisagrees
+from recovery.model import CallId
+from vllm_hooks import surface
+
+POLL_S_MIN, POLL_S_MAX = 0.002, 0.02
+"""How often the loop looks whether a flush is due; a look costs about a microsecond per live call."""
+
+TOKENS_PER_POLL = 2
+"""The polling slows down or speeds up towards this many new tokens of a call between two looks."""
+
+
+class PullReader:
+    """Reads one engine's front end."""
+
+    def __init__(self, engine: Any) -> None:
+        self._processor = getattr(engine, "output_processor", None)
+
+    @property
+    def readable(self) -> bool:
+        """Whether this engine has the attributes at all."""
+        names = ("request_states", "external_req_ids")
+        return self._processor is not None and all(hasattr(self._processor, name) for name in names)
+
+    def read(self, request_id: str, start: int) -> tuple[list[int], list[float]]:
+        """Ids and sampled logprobs of a running request from token `start` on; empty if it is not running."""
+        assert self._processor is not None
+        internal = self._processor.external_req_ids.get(request_id, ())
+        if len(internal) != 1:
+            return [], []
+        state = self._processor.request_states.get(internal[0])
+        if state is None or state.detokenizer is None or state.logprobs_processor is None:
+            return [], []
+        ids = state.detokenizer.output_token_ids[start:]
+        logprobs = surface.sampled_logprobs_from(state.logprobs_processor.logprobs, ids, start)
+        return list(ids), logprobs
+
+
+@dataclass(slots=True)
+class Pulled:
+    """A running call that is read instead of streamed; `taken` tokens of this engine request so far."""
+
+    call: LiveCall
+    reader: PullReader
+    request_id: str
+    taken: list[int]
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """What is new since the last read."""
+        ids, logprobs = self.reader.read(self.request_id, len(self.taken))
+        self.taken.extend(ids)
+        return ids, logprobs
+
+    def rest(self, token_ids: Sequence[int], logprobs: Any) -> tuple[list[int], list[float]]:
+        """What the engine's last output adds to what was read. Raises CaptureDisagrees."""
+        start = len(self.taken)
+        if list(token_ids[:start]) != self.taken:
+            raise CaptureDisagrees(
+                f"request {self.request_id!r}: the tokens read at a cut are not those that the engine delivered",
+                hint="report this with the vLLM version; run with --no-self-test, which captures by the wrapper alone",
+            )
+        ids = list(token_ids[start:])
+        self.taken.extend(ids)
+        return ids, surface.sampled_logprobs_from(logprobs, ids, start)
+
+
+class Polling:
+    """All pulled calls of a session, and how often they are read. Runs on the event loop.
+
+    `captured(call, ids, logprobs)` takes what was read.
+    """
+
+    def __init__(self, captured: Callable[[LiveCall, list[int], list[float]], None]) -> None:
+        self._captured = captured
+        self._pulled: dict[CallId, Pulled] = {}
+        self._scheduled = False
+        self._every_s = POLL_S_MIN
+
+    def add(self, pulled: Pulled) -> Pulled:
+        self._pulled[pulled.call.call_id] = pulled
+        if not self._scheduled:
+            self._schedule()
+        return pulled
+
+    def remove(self, call: LiveCall) -> None:
+        """Read a call for the last time, if it is pulled."""
+        pulled = self._pulled.pop(call.call_id, None)
+        if pulled is not None and call.ended is None:
+            self._captured(call, *pulled.read())
+
+    def read_all(self) -> int:
+        """Read every call. Returns the most new tokens that one of them had."""
+        most = 0
+        for pulled in self._pulled.values():
+            if pulled.call.ended is None:
+                ids, logprobs = pulled.read()
+                self._captured(pulled.call, ids, logprobs)
+                most = max(most, len(ids))
+        return most
+
+    def _schedule(self) -> None:
+        self._scheduled = True
+        asyncio.get_running_loop().call_later(self._every_s, self._poll)
+
+    def _poll(self) -> None:
+        self._scheduled = False
+        most = self.read_all()
+        factor = 0.5 if most > TOKENS_PER_POLL else (1.5 if most < TOKENS_PER_POLL else 1.0)
+        self._every_s = min(POLL_S_MAX, max(POLL_S_MIN, self._every_s * factor))
+        if self._pulled:
+            self._schedule()
+
+
+def can_pull(params: Any) -> bool:
+    """Whether a request may be read instead of streamed."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return params.output_kind == RequestOutputKind.FINAL_ONLY and not params.stop
