@@ -53,6 +53,7 @@ class Job:
         self.store = store
         self.clock = ManualClock(BEGIN_UTC + 3600.0 * (life - 1))
         self._table = CallTable()
+        self.calls: dict[str, LiveCall] = {}
         self._flush: Future[RecoveryError | None] | None = None
         self._states = {"job": compatibility_record(must, RECORDED)}
         entropy = SeededEntropy(f"life {life}")
@@ -88,20 +89,21 @@ class Job:
     def open(self, rollout: str, prompt: Sequence[int] = (1, 5, 6), **fields: Any) -> LiveCall:
         fields = {"sampling": {"max_tokens": 64, "temperature": 0.0}, **fields}
         asked = Request(rollout=rollout, prompt_token_ids=np.asarray(prompt, np.int32), **fields)
-        return self._table.open(asked, call_id(rollout, asked.turn, request_digest(asked)), 0)
+        call = self._table.open(asked, call_id(rollout, asked.turn, request_digest(asked)), 0)
+        self.calls[rollout] = call
+        return call
 
     def carry_on(self) -> dict[str, LiveCall]:
         """The calls that the restore brought back, by rollout."""
-        live = {}
         for call in self.restored.calls:
             transcript, entry = call.transcript, call.entry
             n = entry.n_tokens
             spans = transcript.version_spans if n else ()
             ids, logprobs = transcript.token_ids.tolist()[:n], transcript.logprobs.tolist()[:n]
-            live[entry.identity.rollout] = self._table.carry_on(
+            self.calls[entry.identity.rollout] = self._table.carry_on(
                 transcript.request, entry.call_id, entry.attempt, ids, logprobs, spans
             )
-        return live
+        return self.calls
 
     def flush(self) -> None:
         """What a periodic flush stores."""
@@ -179,10 +181,9 @@ def several(store: ObjectStore) -> Job:
 
 
 def crashed(store: ObjectStore) -> None:
-    """`several`, then two flushes that no snapshot names, then nothing more: 3 tokens of p-1 and one call are adoptable."""
+    """`several`, then two flushes that no snapshot names: three tokens of p-1 and the call p-3 are adoptable."""
     job = several(store)
-    table = job._table
-    first = next(call for call in table._calls.values() if call.request.rollout == "p-1")
+    first = job.calls["p-1"]
     say(first, 14, 15, version=A1)
     job.flush()
     say(first, 16, version=A1)
@@ -191,15 +192,25 @@ def crashed(store: ObjectStore) -> None:
     job.close()
 
 
+def carried_on(store: ObjectStore) -> Job:
+    """`crashed`, then a second life that carries on: adoption 7, snapshot 8 with a resume and a restart in it."""
+    crashed(store)
+    job = Job(store, 2, keep=8)
+    live = job.carry_on()
+    say(live["p-1"], 17, version=A1)
+    say(live["p-10"], 4, 4)
+    assert job.snapshot("final") == 8
+    return job
+
+
 def collected(store: ObjectStore) -> Job:
     """Fifteen snapshots, of which garbage collection has taken the first nine: bases were replaced, calls dropped."""
     job = Job(store, keep=2)
     calls = [job.open(f"p-{i}") for i in range(3)]
     for turn in range(14):
-        for call in calls:
-            say(call, 20 + turn)
+        say(calls[turn % len(calls)], 20 + turn)
         job.snapshot()
-        if turn in (2, 5):
+        if turn in (2, 11):
             job.publication.ledger.drop(calls.pop(0).call_id)
     return job
 

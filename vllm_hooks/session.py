@@ -181,7 +181,8 @@ class RecoverySession:
             await asyncio.wait({asyncio.wrap_future(self.stager.flush(self.freeze()))}, timeout=wait_s)
         self._stopped = True
         self.gate.close()
-        self._gate_open.set()
+        if self._gate_open is not None:
+            self._gate_open.set()
         await asyncio.to_thread(lambda: self.stager.close(wait=not self.stager.busy))
         return last
 

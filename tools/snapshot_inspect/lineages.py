@@ -197,14 +197,14 @@ def _positions(lineage: Lineage) -> Iterator[tuple[int, Replay, Problem | None]]
 
 
 def _contradictions(snapshot: Snapshot, ledger: Ledger, position: int) -> Iterator[Problem]:
-    """Where the log entry says something else than the ledger that it names."""
+    """Where the log entry says something else than the ledger that it names, or nothing."""
     key, body = slot_key(snapshot.id), snapshot.slot.body
-    counts = body.get("counts", {})
-    stated = {"depth": body.get("depth"), **(counts if isinstance(counts, dict) else {})}
+    counts = body.get("counts")
+    stated = {**(counts if isinstance(counts, dict) else {}), "depth": body.get("depth")}
     for name, value in {"depth": position, **asdict(ledger.counts())}.items():
-        if stated.get(name, value) != value:
-            message = f"{key} states {name} {stated[name]}; its ledger {snapshot.ledger.key} has {value}"
-            yield Problem(key, INCONSISTENT, message)
+        if stated.get(name) != value:
+            says = f"states {name} {stated[name]!r:.40}" if name in stated else f"states no {name}"
+            yield Problem(key, INCONSISTENT, f"{key} {says}; its ledger {snapshot.ledger.key} has {value}")
 
 
 def _segment(value: Any) -> SegmentInfo:
