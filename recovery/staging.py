@@ -81,7 +81,7 @@ def _coordinates(record: Record, at: RecordRef) -> Coordinates:
 class Stager:
     """Writes segments for one incarnation of one worker.
 
-    `on_staged` is called in the writing thread after each stored segment.
+    `on_staged` is called in the writing thread after each stored segment, when the stager is no longer busy with it.
     """
 
     def __init__(
@@ -137,9 +137,10 @@ class Stager:
 
     def _run(self, captured: Sequence[Captured]) -> RecoveryError | None:
         self._backlog.extend(captured)  # before anything can fail: invariant 2
+        staged: Staged | None = None
         try:
             if self._backlog:
-                self._store_segment([item.to_chunk() if isinstance(item, Run) else item for item in self._backlog])
+                staged = self._store_segment([item.to_chunk() if isinstance(item, Run) else item for item in self._backlog])
         except RecoveryError as error:
             self.counters.failures += 1
             self.counters.last_failure = error.message
@@ -148,9 +149,11 @@ class Stager:
             self.counters.backlog_records = len(self._backlog)
             with self._lock:
                 self._queued -= 1
+        if staged is not None:
+            self._on_staged(staged)  # last: who is told may want the next flush, and must not find this one queued
         return None
 
-    def _store_segment(self, records: list[Record]) -> None:
+    def _store_segment(self, records: list[Record]) -> Staged:
         self._flush += 1
         stem = segment_stem(self._epoch, self.writer, self._flush, self._entropy.hex(4))
         segment = self._codec.encode(records, stem)
@@ -162,4 +165,4 @@ class Stager:
         self.counters.nbytes += len(segment.data)
         self.counters.tokens += sum(len(r.token_ids) for r in records if isinstance(r, Chunk))
         self._staged.append(staged)
-        self._on_staged(staged)
+        return staged

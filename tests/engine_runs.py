@@ -7,7 +7,9 @@ Does not know: pytest, which behaviour is right.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +56,12 @@ class Answer:
 
 
 def greedy(max_tokens: int, kind: str = "FINAL_ONLY", **fields: Any) -> Any:
-    """SamplingParams of a greedy call that runs to its length."""
+    """SamplingParams of a greedy call that runs to its length. PULLED is FINAL_ONLY, read instead of streamed."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     values = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 0, **fields}
-    return SamplingParams(**values, output_kind=RequestOutputKind[kind])
+    return SamplingParams(**values, output_kind=RequestOutputKind["FINAL_ONLY" if kind == "PULLED" else kind])
 
 
 async def answer_of(stream: AsyncIterator[Any], delta: bool, each: Callable[[Any], None] | None = None) -> Answer:
@@ -141,11 +143,12 @@ def open_session(engine: Any, config: CheckpointingConfig, **fields: Any) -> Rec
 
 @contextlib.asynccontextmanager
 async def capturing(
-    engine: Any, store: Path, *, last_snapshot: bool = True, **fields: Any
+    engine: Any, store: Path, *, last_snapshot: bool = True, pulls: bool = False, **fields: Any
 ) -> AsyncIterator[tuple[Any, RecoverySession]]:
     """A started session over `store` and the engine that captures into it; stopped at the end."""
     keeps_results = fields.pop("keeps_results", False)
     session = open_session(engine, block(store, **fields), keeps_results=keeps_results)
+    session.pulls = pulls
     session.start()
     try:
         yield RecoverableEngine(engine, session), session
@@ -210,3 +213,56 @@ def read_back(root: Path) -> Stored:
 def call_id_of(name: str, prompt_ids: Sequence[int], params: Any) -> Any:
     """The id under which a call is kept."""
     return codec.call_id(name, 0, codec.request_digest(request_of(name, prompt_ids, params)))
+
+
+def prompts(n: int, length: int = 8, seed: int = 0) -> list[list[int]]:
+    """Prompts of ids that differ from each other."""
+    draw = random.Random(seed)
+    return [[draw.randrange(3, 512) for _ in range(length + number)] for number in range(n)]
+
+
+async def cancel_after(engine: Any, session: Any, prompt: Any, params: Any, name: str, at_least: int) -> int:
+    """Cancel a call that gives its caller nothing before its end, once that much is captured. Returns how much."""
+    task = asyncio.ensure_future(ask(engine, prompt, params, name))
+    await until(lambda: tokens_of(session) >= at_least)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    captured: int = session.counters.tokens_captured
+    return captured
+
+
+def tokens_of(session: Any) -> int:
+    """Tokens captured up to this moment, those of pulled calls included."""
+    session._polling.read_all()
+    captured: int = session.counters.tokens_captured
+    return captured
+
+
+async def until(holds: Any, timeout_s: float = 60.0) -> None:
+    """Let the loop run until a condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not holds():
+            await asyncio.sleep(0.002)
+
+
+async def take_snapshot(session: Any, timeout_s: float | None = None) -> Any:
+    """One snapshot now, as the coordinator's thread takes it."""
+    return await asyncio.to_thread(session.snapshots._take, "test", timeout_s)
+
+
+async def abort_after(engine: Any, prompt: Any, params: Any, name: str, at_least: int) -> list[int]:
+    """Leave a DELTA stream once it gave that many tokens. Returns them."""
+    from vllm.sampling_params import RequestOutputKind
+
+    delta = params.clone()
+    delta.output_kind = RequestOutputKind.DELTA
+    ids: list[int] = []
+    stream = engine.generate(prompt, delta, name)
+    try:
+        async for output in stream:
+            ids += output.outputs[0].token_ids
+            if len(ids) >= at_least:
+                break
+    finally:
+        await stream.aclose()
+    return ids

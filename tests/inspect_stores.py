@@ -10,7 +10,8 @@ Invariants:
 
 from __future__ import annotations
 
-import os
+import hashlib
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -84,7 +85,7 @@ class Job:
         self._stager = Stager(store, segments, entropy, epoch=log.epoch, worker="w0")
         self._coordinator = Coordinator(self.publication, self, self.clock, timeout_s=60, fingerprint=fingerprint(must))
 
-    # ---- calls ---------------------------------------------------------------------------------------------------
+    # ---- calls -----------------------------------------------------------------------------------------------------
 
     def open(self, rollout: str, prompt: Sequence[int] = (1, 5, 6), **fields: Any) -> LiveCall:
         fields = {"sampling": {"max_tokens": 64, "temperature": 0.0}, **fields}
@@ -119,7 +120,7 @@ class Job:
     def close(self) -> None:
         self._stager.close(wait=True)
 
-    # ---- recovery.coordinator.Fleet ----------------------------------------------------------------------------
+    # ---- recovery.coordinator.Fleet --------------------------------------------------------------------------------
 
     def acquire_hold(self, reason: str, timeout_s: float) -> None: ...
 
@@ -146,7 +147,7 @@ def say(call: LiveCall, *tokens: int, version: PolicyVersion = A0, logprobs: Seq
     call.append(list(tokens), list(logprobs) if logprobs is not None else [-0.25 * t for t in tokens], version)
 
 
-# ---- ready stores ----------------------------------------------------------------------------------------------------
+# ---- ready stores --------------------------------------------------------------------------------------------------
 
 
 def empty(store: ObjectStore) -> None:
@@ -204,18 +205,18 @@ def carried_on(store: ObjectStore) -> Job:
 
 
 def collected(store: ObjectStore) -> Job:
-    """Fifteen snapshots, of which garbage collection has taken the first nine: bases were replaced, calls dropped."""
+    """Many snapshots, of which two are kept: replaced ledgers and the segments of dropped calls were collected."""
     job = Job(store, keep=2)
     calls = [job.open(f"p-{i}") for i in range(3)]
-    for turn in range(14):
+    for turn in range(26):
         say(calls[turn % len(calls)], 20 + turn)
         job.snapshot()
-        if turn in (2, 11):
+        if turn in (4, 19):
             job.publication.ledger.drop(calls.pop(0).call_id)
     return job
 
 
-# ---- stores under a test's hands -------------------------------------------------------------------------------------
+# ---- stores under a test's hands -----------------------------------------------------------------------------------
 
 
 def objects_of(store: ObjectStore) -> dict[str, bytes]:
@@ -241,10 +242,22 @@ def flip(data: bytes, at: int) -> bytes:
 
 
 def on_disk(folder: Path, objects: Mapping[str, bytes]) -> LocalStore:
-    """The same objects in a folder."""
+    """The same objects in a folder (without the syncs of a store, which tests do not need)."""
     shutil.rmtree(folder, ignore_errors=True)
-    os.makedirs(folder)
-    store = LocalStore(folder)
     for key, data in objects.items():
-        store.put_new(key, data)
+        (folder / key).parent.mkdir(parents=True, exist_ok=True)
+        (folder / key).write_bytes(data)
+    return LocalStore(folder)
+
+
+def with_newer_ledger(store: ObjectStore) -> MemoryStore:
+    """The newest snapshot's ledger says version 2, and all sums are right."""
+    store = copy_of(store)
+    tail = "log/000000000005.json"
+    entry = json.loads(store.get(tail))
+    key = entry["body"]["ledger"]["key"]
+    data = store.get(key).replace(b'"version":1', b'"version":2')
+    entry["body"]["ledger"] = {"key": key, "nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    replace(store, key, data)
+    replace(store, tail, json.dumps(entry).encode())
     return store

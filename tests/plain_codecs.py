@@ -123,11 +123,9 @@ class PlainSegments:
         crc = zlib.crc32(data)
         return SegmentInfo(key=key, nbytes=len(data), crc32c=crc, batches=(BatchInfo(0, len(data), crc, n),))
 
-    def check(self, data: bytes, info: SegmentInfo) -> None:
-        if len(data) != info.nbytes or zlib.crc32(data) != info.crc32c:
-            raise DigestMismatch(f"{info.key} is not what was written")
-
     def decode(self, data: bytes, info: SegmentInfo | None) -> list[Record]:
+        if info is not None and (len(data) != info.nbytes or zlib.crc32(data) != info.crc32c):
+            raise DigestMismatch(f"{info.key} is not what was written")
         return [_record_from_json(value) for value in json.loads(data)]
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> list[Record]:

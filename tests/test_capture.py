@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+import shutil
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -22,29 +23,31 @@ from recovery.model import ENDED, OPEN
 from recovery.protocol import Verdict
 from tests.conftest import OnLoop
 from tests.engine_runs import (
+    abort_after,
     answer_of,
     ask,
     assert_same,
     block,
     call_id_of,
+    cancel_after,
     capturing,
     greedy,
     open_session,
+    prompts,
     put_cut,
     read_back,
     request_of,
     store_with_cut,
+    take_snapshot,
+    tokens_of,
+    until,
 )
 from vllm_hooks import RecoverableEngine, surface
+from vllm_hooks.capture import drain
 
-KINDS = ("DELTA", "CUMULATIVE", "FINAL_ONLY")
+KINDS = ("DELTA", "CUMULATIVE", "FINAL_ONLY", "PULLED")
+"""What callers ask for; PULLED: FINAL_ONLY, with the session reading the engine's front end instead of streaming."""
 PROMPT = [0, 262, 278, 198, 185, 506, 103, 35]
-
-
-def prompts(n: int, length: int = 8, seed: int = 0) -> list[list[int]]:
-    """Prompts of ids that differ from each other."""
-    draw = random.Random(seed)
-    return [[draw.randrange(3, 512) for _ in range(length + number)] for number in range(n)]
 
 
 # ---- the caller's view ---------------------------------------------------------------------------------------------
@@ -60,12 +63,12 @@ def test_l4_outputs_equal_the_bare_engines(
 
     async def scenario() -> None:
         wanted = [await ask(engine, p, params, f"bare-{i}") for i, p in enumerate(prompts(3))]
-        async with capturing(engine, tmp_path) as (wrapped, session):
+        async with capturing(engine, tmp_path, pulls=kind == "PULLED") as (wrapped, session):
             got = await asyncio.gather(*(ask(wrapped, p, params, f"r{i}") for i, p in enumerate(prompts(3))))
             for one, other in zip(got, wanted, strict=True):
                 assert_same(one, other)
                 assert (one.logprobs is None) == (logprobs is None)
-                if kind == "FINAL_ONLY":
+                if kind in ("FINAL_ONLY", "PULLED"):
                     assert one.n_outputs == 1
             assert session.counters.tokens_captured == 120
 
@@ -81,7 +84,7 @@ def test_flat_and_prompt_logprobs_reach_their_caller(
 
     async def scenario() -> None:
         wanted = await ask(engine, PROMPT, params, "bare")
-        async with capturing(engine, tmp_path) as (wrapped, _):
+        async with capturing(engine, tmp_path, pulls=kind == "PULLED") as (wrapped, _):
             got = await ask(wrapped, PROMPT, params, "r")
         assert wanted.prompt_logprobs is not None and len(wanted.prompt_logprobs) == len(PROMPT)
         assert got.prompt_logprobs == wanted.prompt_logprobs
@@ -182,10 +185,10 @@ def test_b24_mode_off_is_not_in_the_path(engine: Any, tmp_path: Path) -> None:
 def test_captured_yielded_and_stored_are_the_same(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
     """Eight calls; what the callers were given is, token for token and bit for bit, what the snapshot holds."""
     asked = prompts(8)
-    params = [greedy(20 + 5 * i, KINDS[i % 3]) for i in range(8)]
+    params = [greedy(20 + 5 * i, KINDS[i % 3]) for i in range(8)]  # every third is FINAL_ONLY, and pulled
 
     async def scenario() -> None:
-        async with capturing(engine, tmp_path) as (wrapped, session):
+        async with capturing(engine, tmp_path, pulls=True) as (wrapped, session):
             answers = await asyncio.gather(*(ask(wrapped, asked[i], params[i], f"r{i}") for i in range(8)))
             assert session.counters.tokens_captured == sum(len(answer.token_ids) for answer in answers)
         stored = read_back(tmp_path)
@@ -243,24 +246,6 @@ def test_k2_a_resumed_text_prompt_has_one_bos(engine: Any, on_loop: OnLoop[Any],
 # ---- aborts and resumes --------------------------------------------------------------------------------------------
 
 
-async def abort_after(engine: Any, prompt: Any, params: Any, name: str, at_least: int) -> list[int]:
-    """Leave a DELTA stream once it gave that many tokens. Returns them."""
-    from vllm.sampling_params import RequestOutputKind
-
-    delta = params.clone()
-    delta.output_kind = RequestOutputKind.DELTA
-    ids: list[int] = []
-    stream = engine.generate(prompt, delta, name)
-    try:
-        async for output in stream:
-            ids += output.outputs[0].token_ids
-            if len(ids) >= at_least:
-                break
-    finally:
-        await stream.aclose()
-    return ids
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_b4_aborted_five_times_and_carried_on(engine: Any, on_loop: OnLoop[Any], tmp_path: Path, kind: str) -> None:
     """B4: five aborts in a row; each attempt begins with all of the last, the total is that of one call."""
@@ -268,11 +253,13 @@ def test_b4_aborted_five_times_and_carried_on(engine: Any, on_loop: OnLoop[Any],
 
     async def scenario() -> None:
         whole = await ask(engine, PROMPT, params, "bare")
-        async with capturing(engine, tmp_path) as (wrapped, session):
+        async with capturing(engine, tmp_path, pulls=kind == "PULLED") as (wrapped, session):
             for at in (3, 9, 17, 26, 40):
-                ids = await abort_after(wrapped, PROMPT, params, "r", at)
-                assert at <= len(ids) <= 48 and ids == whole.token_ids[: len(ids)]
-                assert session.counters.tokens_captured >= len(ids)
+                if kind == "PULLED":
+                    n = await cancel_after(wrapped, session, PROMPT, params, "r", at)
+                else:
+                    n = len(await abort_after(wrapped, PROMPT, params, "r", at))
+                assert at <= n <= session.counters.tokens_captured <= 48
             assert_same(await ask(wrapped, PROMPT, params, "r"), whole)
             assert session.counters.tokens_captured == 48
         entry = read_back(tmp_path).entries["r"]
@@ -292,7 +279,7 @@ def test_b1_the_budget_is_the_original_one(
     async def scenario() -> None:
         whole = await ask(engine, PROMPT, params, "bare")
         await store_with_cut(engine, tmp_path, "r", params, whole, cut)
-        async with capturing(engine, tmp_path) as (wrapped, session):
+        async with capturing(engine, tmp_path, pulls=kind == "PULLED") as (wrapped, session):
             got = await ask(wrapped, PROMPT, params, "r")
             assert session.counters.tokens_captured == 32 - cut
             history = session.history(call_id_of("r", PROMPT, params))
@@ -377,7 +364,7 @@ def test_an_ended_call_asked_for_again_gives_its_answer(
     params = greedy(24, kind)
 
     async def scenario() -> None:
-        async with capturing(engine, tmp_path) as (wrapped, session):
+        async with capturing(engine, tmp_path, pulls=kind == "PULLED") as (wrapped, session):
             whole = await ask(wrapped, PROMPT, params, "r")
             for _ in range(2):
                 assert_same(await ask(wrapped, PROMPT, params, "r"), whole)
@@ -416,7 +403,10 @@ def test_an_answer_from_the_store_ends_where_the_engine_ended_it(
     on_loop(scenario())
 
 
-def test_b13_b23_a_cut_of_preempted_and_waiting_calls(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("pulls", [False, True])
+def test_b13_b23_a_cut_of_preempted_and_waiting_calls(
+    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, pulls: bool
+) -> None:
     """B13, B23: the scheduler is stopped and its two running calls are preempted, two more wait: four records.
 
     The two that ran have their tokens, the two that wait are empty; all four end right, from the store and here.
@@ -426,9 +416,9 @@ def test_b13_b23_a_cut_of_preempted_and_waiting_calls(engine: Any, on_loop: OnLo
 
     async def scenario() -> None:
         wanted = [await ask(engine, prompt, params, f"bare-{i}") for i, prompt in enumerate(asked)]
-        async with capturing(engine, tmp_path / "a") as (wrapped, session):
+        async with capturing(engine, tmp_path / "a", pulls=pulls) as (wrapped, session):
             running = [asyncio.ensure_future(ask(wrapped, asked[i], params, f"r{i}")) for i in range(2)]
-            await until(lambda: session.counters.tokens_captured >= 40)
+            await until(lambda: tokens_of(session) >= 40)
             await engine.pause_generation(mode="keep", clear_cache=True)
             try:
                 waiting = [asyncio.ensure_future(ask(wrapped, asked[i], params, f"r{i}")) for i in range(2, 4)]
@@ -438,7 +428,7 @@ def test_b13_b23_a_cut_of_preempted_and_waiting_calls(engine: Any, on_loop: OnLo
                 await engine.resume_generation()
             assert attempt.verdict is Verdict.PUBLISHED
             stored = read_back(tmp_path / "a")
-            copy_store(tmp_path / "a", tmp_path / "b")
+            shutil.copytree(tmp_path / "a", tmp_path / "b")  # as a crash would leave it
             for got, whole in zip(await asyncio.gather(*running, *waiting), wanted, strict=True):
                 assert_same(got, whole)
         assert set(stored.entries) == {"r0", "r1", "r2", "r3"}
@@ -454,25 +444,6 @@ def test_b13_b23_a_cut_of_preempted_and_waiting_calls(engine: Any, on_loop: OnLo
             assert session.counters.tokens_captured == 600 - sum(sizes)
 
     on_loop(scenario())
-
-
-def copy_store(source: Path, target: Path) -> None:
-    """A store as a crash would leave it: a copy of its folder."""
-    import shutil
-
-    shutil.copytree(source, target)
-
-
-async def until(holds: Any, timeout_s: float = 60.0) -> None:
-    """Let the loop run until a condition holds."""
-    async with asyncio.timeout(timeout_s):
-        while not holds():
-            await asyncio.sleep(0.002)
-
-
-async def take_snapshot(session: Any, timeout_s: float | None = None) -> Any:
-    """One snapshot now, as the coordinator's thread takes it."""
-    return await asyncio.to_thread(session.snapshots._take, "test", timeout_s)
 
 
 # ---- text across the joint -----------------------------------------------------------------------------------------
@@ -637,10 +608,7 @@ def test_several_samples_of_one_request_pass_through(
     params = greedy(8, n=2, temperature=1.0, seed=5)
 
     async def last(stream: Any) -> list[list[int]]:
-        output = None
-        async for output in stream:
-            pass
-        return [list(completion.token_ids) for completion in output.outputs]
+        return [list(completion.token_ids) for completion in (await drain(stream)).outputs]
 
     async def scenario() -> None:
         wanted = await last(engine.generate(PROMPT, params, "bare"))
@@ -656,7 +624,7 @@ def test_several_samples_of_one_request_pass_through(
 
 def test_prompts_that_are_no_prompts(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
     """What the bare engine refuses is refused, and no token of it is captured."""
-    bad: list[Any] = [{"foo": 1}, {"prompt_token_ids": []}, "", 17, None, ["a"], [[1, 2], [3]], [9999], {"prompt": 3}]
+    bad: list[Any] = [{"foo": 1}, {"prompt_token_ids": []}, 17, None, ["a"], [[1, 2], [3]], [9999], {"prompt": 3}]
 
     async def error_of(engine: Any, prompt: Any, name: str) -> Exception | None:
         try:
@@ -670,8 +638,7 @@ def test_prompts_that_are_no_prompts(engine: Any, on_loop: OnLoop[Any], tmp_path
             for number, prompt in enumerate(bad):
                 wanted = await error_of(engine, prompt, f"bare-{number}")
                 got = await error_of(wrapped, prompt, f"r{number}")
-                print(repr(prompt), repr(got), repr(wanted))
-                assert (got is None) == (wanted is None), (prompt, got, wanted)
+                assert got is not None and wanted is not None, (prompt, got, wanted)
             assert session.counters.tokens_captured == 0
 
     on_loop(scenario())
@@ -684,7 +651,7 @@ def test_a_cut_hands_over_the_captured_lists(engine: Any, on_loop: OnLoop[Any], 
     """A cut swaps: what it hands over is the very list that was filled, and nothing is awaited in between."""
 
     async def scenario() -> None:
-        async with capturing(engine, tmp_path, flush=0) as (wrapped, session):
+        async with capturing(engine, tmp_path, flush=0) as (_, session):
             call = await session.admit(request_of("r", PROMPT, greedy(8)), surface.stop_rules(engine))
             session.captured(call, [5, 6], [-0.5, -0.25])
             run = call._buffer._runs[0]
@@ -702,8 +669,9 @@ def test_a_cut_hands_over_the_captured_lists(engine: Any, on_loop: OnLoop[Any], 
     on_loop(scenario())
 
 
+@pytest.mark.parametrize("pulls", [False, True])
 def test_every_cut_of_a_running_engine_is_a_prefix(
-    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, rng: random.Random
+    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, rng: random.Random, pulls: bool
 ) -> None:
     """Snapshots all the time while eight calls decode: in each, every call is an exact prefix, with its logprobs."""
     asked = prompts(8)
@@ -712,7 +680,7 @@ def test_every_cut_of_a_running_engine_is_a_prefix(
 
     async def scenario() -> None:
         wanted = [await ask(engine, prompt, params, f"bare-{i}") for i, prompt in enumerate(asked)]
-        async with capturing(engine, tmp_path, keep_latest_k=1, flush=16) as (wrapped, session):
+        async with capturing(engine, tmp_path, keep_latest_k=1, flush=16, pulls=pulls) as (wrapped, session):
             work = asyncio.gather(*(ask(wrapped, asked[i], params, f"r{i}") for i in range(8)))
             while not work.done():
                 attempt = await take_snapshot(session)

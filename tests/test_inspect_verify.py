@@ -96,7 +96,7 @@ def keys(store: ObjectStore, prefix: str) -> list[str]:
     return [item.key for item in store.list(prefix)]
 
 
-# ---- nothing is wrong ------------------------------------------------------------------------------------------------
+# ---- nothing is wrong ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,11 @@ def test_each_object_is_read_once_and_structure_reads_no_segment(several: Memory
     assert counting.count("put", "put_new", "delete") == 0
 
 
-# ---- every byte ------------------------------------------------------------------------------------------------------
+# ---- every byte ----------------------------------------------------------------------------------------------------
 
 
 def small() -> MemoryStore:
-    """A base, a delta with the only call, and a claim above them, so that every slot but the last one has a successor."""
+    """A base, a delta with the only call, and a second life's adoption of them: every slot but one has a successor."""
     store = made(stores.one_snapshot)
     stores.Job(store, 2).close()
     return store
@@ -226,7 +226,7 @@ def test_a_longer_object_is_named(several: MemoryStore) -> None:
         assert named(verified(store, read_data=False)) == {key}
 
 
-# ---- whom it hurts -----------------------------------------------------------------------------------------------------
+# ---- whom it hurts -------------------------------------------------------------------------------------------------
 
 
 def test_a_missing_segment_names_calls_token_ranges_and_snapshots(several: MemoryStore) -> None:
@@ -325,7 +325,7 @@ def test_a_fingerprint_that_is_not_that_of_the_job_is_named(several: MemoryStore
     assert named(verified(several)) == {tail}
 
 
-# ---- the log -----------------------------------------------------------------------------------------------------------
+# ---- the log -------------------------------------------------------------------------------------------------------
 
 
 def test_a_gap_in_the_log_names_the_slot_and_the_remedy(several: MemoryStore) -> None:
@@ -377,30 +377,17 @@ def test_the_hint_is_advice(several: MemoryStore, hint: bytes | None, state: str
     assert bool(says) == ("the next snapshot writes it anew" in found.position.hint.note)
 
 
-# ---- newer formats -----------------------------------------------------------------------------------------------------
+# ---- newer formats -------------------------------------------------------------------------------------------------
 
 
 def test_a_ledger_of_a_newer_format_is_not_damage(several: MemoryStore) -> None:
     """F4."""
-    store = with_newer_ledger(several)
+    store = stores.with_newer_ledger(several)
     found = verified(store)
     assert statuses(found)[5] == "not_understood" and statuses(found)[4] == "sound"
     assert found.exit_code == 13
     (problem,) = problems(found)
     assert "version 2" in problem.message and "version 1" in problem.message
-
-
-def with_newer_ledger(several: MemoryStore) -> MemoryStore:
-    """The newest snapshot's ledger says version 2, and all sums are right."""
-    store = stores.copy_of(several)
-    tail = "log/000000000005.json"
-    entry = json.loads(store.get(tail))
-    key = entry["body"]["ledger"]["key"]
-    data = store.get(key).replace(b'"version":1', b'"version":2')
-    entry["body"]["ledger"] = {"key": key, "nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    stores.replace(store, key, data)
-    stores.replace(store, tail, json.dumps(entry).encode())
-    return store
 
 
 def test_a_slot_that_requires_something_unknown_is_not_damage(several: MemoryStore) -> None:
@@ -414,32 +401,59 @@ def test_a_slot_that_requires_something_unknown_is_not_damage(several: MemorySto
     assert found.exit_code == 13 and "sharded-log" in problems(found)[0].message
 
 
-# ---- garbage collection ------------------------------------------------------------------------------------------------
+# ---- garbage collection --------------------------------------------------------------------------------------------
 
 
 def test_what_garbage_collection_took_is_no_damage_and_what_others_took_is() -> None:
     store = made(stores.collected)
     found = verified(store)
-    gone = [id_ for id_, status in statuses(found).items() if status == "collected"]
-    assert gone == list(range(2, 11))
-    assert found.restore_from == 18
-    ledger = json.loads(store.get("log/000000000018.json"))["body"]["ledger"]["key"]
-    store.delete(ledger)
+    gone = [status.id for status in found.snapshots if status.status == "collected"]
+    reasons = " ".join(status.reason for status in found.snapshots)
+    assert "took ledger/" in reasons and "took seg/" in reasons, "the store holds both kinds"
+    assert gone == [id_ for id_ in statuses(found) if id_ <= 31] and found.restore_from == 43
+    for kind in ("ledger/", "seg/"):
+        copy = stores.copy_of(store)
+        key = _needed_by_the_newest(copy, kind)
+        copy.delete(key)
+        found = verified(copy)
+        assert named(found) == {key} and statuses(found)[43] == "damaged"
+        assert [id_ for id_, status in statuses(found).items() if status == "collected"] == gone
+
+
+def _needed_by_the_newest(store: ObjectStore, kind: str) -> str:
+    if kind == "seg/":
+        return keys(store, kind)[-1]
+    return str(json.loads(store.get("log/000000000043.json"))["body"]["ledger"]["key"])
+
+
+def test_a_list_that_names_what_the_newest_snapshot_needs_is_a_fault() -> None:
+    """A job that collects too much: nothing is missing yet, and it is said."""
+    store = made(stores.collected)
+    slot = json.loads(store.get("log/000000000044.json"))
+    victims = slot["body"]["victims"]
+    key = _needed_by_the_newest(store, "seg/")
+    data = json.dumps([*json.loads(store.get(victims["key"])), key]).encode()
+    slot["body"]["victims"] = {
+        "key": victims["key"],
+        "nbytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
+    stores.replace(store, victims["key"], data)
+    stores.replace(store, "log/000000000044.json", json.dumps(slot).encode())
     found = verified(store)
-    assert named(found) == {ledger} and statuses(found)[18] == "damaged"
-    assert [id_ for id_, status in statuses(found).items() if status == "collected"] == gone
+    assert named(found) == {key} and statuses(found)[43] == "damaged"
+    assert "named for deletion although snapshot 43 was not replaced" in problems(found)[0].message
 
 
 def test_a_list_of_garbage_that_is_missing_without_right_is_named() -> None:
     store = made(stores.collected)
-    newest = keys(store, "gc/")
-    for key in newest:
+    lists = {key: set(json.loads(store.get(key))) for key in keys(store, "gc/")}
+    assert len(lists) == 3
+    for key in lists:
         copy = stores.copy_of(store)
         copy.delete(key)
-        entries = [json.loads(copy.get(k)) for k in keys(copy, "log/")]
-        last = [entry for entry in entries if entry["kind"] == "gc"][-1]
-        missing = {problem.object for problem in problems(verified(copy)) if problem.kind == "missing"}
-        assert (key in missing) == (last["body"]["victims"]["key"] == key)
+        garbage = set().union(*(names for other, names in lists.items() if other != key))
+        assert named(verified(copy)) == (set() if key in garbage else {key})
 
 
 class DeletesOnFirstRead(Wrapped):
@@ -463,19 +477,24 @@ def test_a_job_that_goes_on_meanwhile_is_no_damage(prefix: str) -> None:
     store = MemoryStore()
     job = stores.collected(store)
     call = job.calls["p-2"]
+    sound = [id_ for id_, status in statuses(verified(store)).items() if status == "sound"]
 
     def meanwhile() -> None:
-        for _ in range(20):
+        nonlocal call
+        for turn in range(40):
             stores.say(call, 3)
             job.snapshot()
+            if turn == 9:
+                job.publication.ledger.drop(call.call_id)
+                call = job.open("p-9")
 
     found = verified(DeletesOnFirstRead(store, prefix, meanwhile))
     job.close()
     assert problems(found) == []
-    assert statuses(found)[18] == ("collected" if prefix == "ledger/" else "sound")
+    assert {statuses(found)[id_] for id_ in sound} == {"collected"}, "all of it was collected meanwhile"
 
 
-# ---- what else lies there ----------------------------------------------------------------------------------------------
+# ---- what else lies there ------------------------------------------------------------------------------------------
 
 
 def test_what_a_restore_would_adopt_is_listed_and_is_what_a_restore_adopts() -> None:
@@ -498,7 +517,13 @@ def test_an_adoptable_segment_that_is_damaged_is_said_but_is_no_problem() -> Non
     assert [item.key for item in found.leftovers.unreferenced if "cannot adopt" in item.why] == [key]
 
 
-FOREIGN = ("notes.txt", "snap-3.backup", "seg/e000001/w0.8637aaa6/00000001-9ea358a4.arrow.tmp", "log/latest", "seg/readme")
+FOREIGN = (
+    "notes.txt",
+    "snap-3.backup",
+    "seg/e000001/w0.8637aaa6/00000001-9ea358a4.arrow.tmp",
+    "log/latest",
+    "seg/readme",
+)
 
 
 def test_foreign_files_are_listed_and_change_nothing(several: MemoryStore, tmp_path: Path) -> None:
@@ -569,5 +594,3 @@ def test_the_real_codecs_find_the_same(several: MemoryStore) -> None:
     place = Place("store", several, check_root(several))
     found = verify(place, segment_codec(), ledger_codec(), read_data=True)
     assert named(found) == {key} == named(verified(several))
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from recovery.errors import Damaged
 from recovery.ledger import ChunkAt, EndedAt, Ledger, OpenedAt
@@ -101,23 +102,23 @@ def used_segments(calls: dict[str, Call]) -> set[int]:
     return {call.opened_in for call in calls.values()} | {s for call in calls.values() for s, _, _ in call.chunks}
 
 
-class LedgerMachine(RuleBasedStateMachine):
+Pick = Callable[[list[Any]], Any]
+"""Chooses one of a list: hypothesis, which shrinks, or a seeded walk, which goes far."""
+
+
+class LedgerWorld:
     """Records of any attempt and position arrive; restores and retractions happen; publications succeed or fail."""
 
-    @initialize()
-    def begin(self) -> None:
+    def __init__(self) -> None:
         self.ledger = Ledger()
         self.calls: dict[str, Call] = {}
-        self.segment = 0
+        self.segment = 1
         self.index = 0
         self.objects: list[tuple[dict[str, Any], list[LedgerRow]]] = []
         self.described: set[str] = set()
-        self.next_segment()
 
-    @rule()
-    def next_segment(self) -> None:
-        self.segment += 1
-        self.index = 0
+    def open_calls(self) -> list[str]:
+        return [rollout for rollout, call in self.calls.items() if not call.ended]
 
     def at(self) -> RecordRef:
         """Where the next record lies. A segment is described when its records are applied."""
@@ -125,34 +126,31 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.describe(segment(self.segment))
         return RecordRef(segment(self.segment).key, self.index - 1)
 
-    # ---- records ---------------------------------------------------------------------------------------------------
+    # ---- records -----------------------------------------------------------------------------------------------
 
-    @rule(rollout=st.sampled_from(NAMES), attempt=st.integers(0, 3))
-    def opened(self, rollout: str, attempt: int) -> None:
-        at = self.at()
-        reason = self.ledger.apply(OpenedAt(name(rollout), attempt, identity(rollout, at)))
+    def next_segment(self, pick: Pick) -> None:
+        self.segment += 1
+        self.index = 0
+
+    def opened(self, pick: Pick) -> None:
+        rollout, attempt = pick(NAMES), pick([0, 1, 2, 3])
+        reason = self.ledger.apply(OpenedAt(name(rollout), attempt, identity(rollout, self.at())))
         call = self.calls.get(rollout)
         if call is None:
-            assert reason == ""
             self.calls[rollout] = Call(attempt, self.segment)
-        elif call.ended or attempt <= call.attempt:
-            assert reason
-        else:
-            assert reason == ""
+        fits = call is None or (not call.ended and attempt > call.attempt)
+        assert (reason == "") == fits
+        if call is not None and fits:
             call.attempt, call.chunks = attempt, []
 
-    @rule(rollout=st.sampled_from(NAMES), n=st.integers(1, 9), in_new_segment=st.booleans())
-    def next_chunk(self, rollout: str, n: int, in_new_segment: bool) -> None:
+    def next_chunk(self, pick: Pick) -> None:
         """A chunk at the end of the call and of its attempt; the usual thing."""
-        if in_new_segment:
-            self.next_segment()
-        self.chunk(rollout, 0, 0, n)
+        self._chunk(pick(NAMES), 0, 0, pick([1, 2, 9]))
 
-    @rule(rollout=st.sampled_from(NAMES), wrong=st.integers(-2, 2), late=st.integers(-1, 1), n=st.integers(1, 9))
-    def any_chunk(self, rollout: str, wrong: int, late: int, n: int) -> None:
-        self.chunk(rollout, wrong, late, n)
+    def any_chunk(self, pick: Pick) -> None:
+        self._chunk(pick(NAMES), pick([-2, -1, 0, 1, 2]), pick([-1, 0, 1]), pick([1, 2, 9]))
 
-    def chunk(self, rollout: str, wrong: int, late: int, n: int) -> None:
+    def _chunk(self, rollout: str, wrong: int, late: int, n: int) -> None:
         call = self.calls.get(rollout)
         attempt = max(0, (call.attempt if call else 0) + late)
         start = max(0, (call.n_tokens if call else 0) + wrong)
@@ -162,8 +160,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if fits and call is not None:
             call.chunks.append((self.segment, start, n))
 
-    @rule(rollout=st.sampled_from(NAMES), late=st.sampled_from([0, 0, 0, 1]), wrong=st.sampled_from([0, 0, 0, 1]))
-    def ended(self, rollout: str, late: int, wrong: int) -> None:
+    def ended(self, pick: Pick) -> None:
+        rollout, (late, wrong) = pick(NAMES), pick([(0, 0), (0, 0), (0, 1), (1, 0)])
         call = self.calls.get(rollout)
         attempt, n = (call.attempt + late, call.n_tokens + wrong) if call else (0, 0)
         reason = self.ledger.apply(EndedAt(name(rollout), attempt, n, "length", None))
@@ -172,50 +170,43 @@ class LedgerMachine(RuleBasedStateMachine):
         if fits and call is not None:
             call.ended = True
 
-    # ---- restores, retention, damage -------------------------------------------------------------------------------
+    # ---- restores, retention, damage ---------------------------------------------------------------------------
 
-    def open_calls(self) -> list[str]:
-        return [rollout for rollout, call in self.calls.items() if not call.ended]
+    def resume(self, pick: Pick) -> None:
+        if rollouts := self.open_calls():
+            rollout = pick(rollouts)
+            call = self.calls[rollout]
+            self.ledger.resume(name(rollout), 7, "bitwise")
+            call.attempt += 1
+            if call.history[-1:] != [("Resumed", call.n_tokens)]:
+                call.history.append(("Resumed", call.n_tokens))
 
-    @precondition(lambda self: self.open_calls())
-    @rule(data=st.data())
-    def resume(self, data: Any) -> None:
-        rollout = data.draw(st.sampled_from(self.open_calls()))
-        call = self.calls[rollout]
-        self.ledger.resume(name(rollout), 7, "bitwise")
-        call.attempt += 1
-        if call.history[-1:] != [("Resumed", call.n_tokens)]:
-            call.history.append(("Resumed", call.n_tokens))
+    def restart(self, pick: Pick) -> None:
+        if rollouts := self.open_calls():
+            rollout = pick(rollouts)
+            call = self.calls[rollout]
+            self.ledger.restart(name(rollout), 7, "seed: why")
+            if call.n_tokens:
+                call.history.append(("Restarted", call.n_tokens))
+            call.attempt, call.chunks = call.attempt + 1, []
 
-    @precondition(lambda self: self.open_calls())
-    @rule(data=st.data())
-    def restart(self, data: Any) -> None:
-        rollout = data.draw(st.sampled_from(self.open_calls()))
-        call = self.calls[rollout]
-        self.ledger.restart(name(rollout), 7, "seed: why")
-        if call.n_tokens:
-            call.history.append(("Restarted", call.n_tokens))
-        call.attempt, call.chunks = call.attempt + 1, []
+    def finish(self, pick: Pick) -> None:
+        if rollouts := self.open_calls():
+            rollout = pick(rollouts)
+            self.ledger.finish(name(rollout), "length", None)
+            self.calls[rollout].ended = True
 
-    @precondition(lambda self: self.open_calls())
-    @rule(data=st.data())
-    def finish(self, data: Any) -> None:
-        rollout = data.draw(st.sampled_from(self.open_calls()))
-        self.ledger.finish(name(rollout), "length", None)
-        self.calls[rollout].ended = True
+    def drop(self, pick: Pick) -> None:
+        if self.calls:
+            rollout = pick(sorted(self.calls))
+            self.ledger.drop(name(rollout))
+            del self.calls[rollout]
 
-    @precondition(lambda self: self.calls)
-    @rule(data=st.data())
-    def drop(self, data: Any) -> None:
-        rollout = data.draw(st.sampled_from(sorted(self.calls)))
-        self.ledger.drop(name(rollout))
-        del self.calls[rollout]
-
-    @precondition(lambda self: self.calls)
-    @rule(data=st.data())
-    def retract(self, data: Any) -> None:
+    def retract(self, pick: Pick) -> None:
         """A segment turned out bad: every call that has a record in it goes back to before it."""
-        bad = data.draw(st.sampled_from(sorted(used_segments(self.calls))))
+        if not self.calls:
+            return
+        bad = pick(sorted(used_segments(self.calls), reverse=True))
         mentioned = [r for r, c in self.calls.items() if c.opened_in == bad or any(s == bad for s, _, _ in c.chunks)]
         self.ledger.retract(segment(bad).key, [name(r) for r in mentioned] + [name("never seen")])
         for rollout in mentioned:
@@ -228,15 +219,14 @@ class LedgerMachine(RuleBasedStateMachine):
             call.ended = False
         assert not self.ledger.knows_segment(segment(bad).key)
 
-    # ---- publications ----------------------------------------------------------------------------------------------
+    # ---- publications ------------------------------------------------------------------------------------------
 
-    @rule(base=st.sampled_from([False, False, False, True]), succeeds=st.sampled_from([True, True, False]))
-    def publish(self, base: bool, succeeds: bool) -> None:
+    def publish(self, pick: Pick) -> None:
         """Write an object; only an acknowledged one counts. A failed one must be contained in the next."""
-        base = base or not self.objects
+        base = pick([False, False, False, True]) or not self.objects
         rows = self.ledger.base() if base else self.ledger.delta()
         described, ancestors = self.ledger.segment_tables(rows, base=base)
-        if not succeeds:
+        if not pick([True, True, False]):
             return
         keys = [info.key for info in described]
         known = set() if base else self.described
@@ -249,22 +239,18 @@ class LedgerMachine(RuleBasedStateMachine):
         assert flat(Ledger.from_objects(self.objects)) == flat_model(self.calls)
         assert self.ledger.n_changed == 0
 
-    @precondition(lambda self: self.objects)
-    @rule(go_on=st.booleans())
-    def reload(self, go_on: bool) -> None:
+    def reload(self, pick: Pick) -> None:
         """What a restore reads is the last acknowledged publication; it can be written on top of."""
-        loaded = Ledger.from_objects(self.objects)
-        assert loaded.n_changed == 0 and loaded.delta() == []
-        if go_on and flat(loaded) == flat_model(self.calls):
-            self.ledger = loaded
-            self.next_segment()
+        if self.objects:
+            loaded = Ledger.from_objects(self.objects)
+            assert loaded.n_changed == 0 and loaded.delta() == []
+            if flat(loaded) == flat_model(self.calls):
+                self.ledger = loaded
+                self.next_segment(pick)
 
     # ---- what holds at every moment ----------------------------------------------------------------------------
 
-    @invariant()
-    def equals_the_model(self) -> None:
-        if not hasattr(self, "ledger"):
-            return
+    def check(self) -> None:
         assert flat(self.ledger) == flat_model(self.calls)
         counts = self.ledger.counts()
         used = used_segments(self.calls)
@@ -274,10 +260,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert counts.chunks == sum(len(call.chunks) for call in self.calls.values())
         assert (counts.segments, counts.nbytes) == (len(used), sum(100 + number for number in used))
         assert self.ledger.segments_in_use() == {segment(number).key for number in used}
-
-    @invariant()
-    def calls_are_contiguous(self) -> None:
-        for entry in getattr(self, "ledger", ()):
+        for entry in self.ledger:
             end = 0
             for chunk in entry.chunks:
                 assert chunk.start == end
@@ -285,8 +268,35 @@ class LedgerMachine(RuleBasedStateMachine):
             assert end == entry.n_tokens
 
 
+OFTEN = ["next_chunk", "next_chunk", "next_chunk", "next_segment", "publish", "publish", "opened"]
+SELDOM = ["any_chunk", "ended", "finish", "resume", "restart", "drop", "retract", "reload"]
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """The world under hypothesis: finds a short history that goes wrong."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.world = LedgerWorld()
+
+    @rule(what=st.sampled_from(OFTEN + SELDOM), data=st.data())
+    def step(self, what: str, data: Any) -> None:
+        getattr(self.world, what)(lambda options: data.draw(st.sampled_from(options)))
+        self.world.check()
+
+
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_seeded_walks(seed: int) -> None:
+    """The world on long walks."""
+    chance = random.Random(seed)
+    world = LedgerWorld()
+    for _ in range(150):
+        getattr(world, chance.choice(OFTEN * 2 + SELDOM))(chance.choice)
+        world.check()
 
 
 # ---- single rules ----------------------------------------------------------------------------------------------

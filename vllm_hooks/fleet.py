@@ -81,7 +81,7 @@ class LoopFleet:
                     f"the engine died: {session.dead_engine}", hint="run the same command again to continue the job"
                 )
             began = time.perf_counter()
-            captured = session.freeze()
+            captured = session.cut()
             self.cut_s = time.perf_counter() - began
             self._flush = session.stager.flush(captured)
 

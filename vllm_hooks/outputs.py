@@ -64,7 +64,7 @@ class Assembly:
             text = self._decode(fresh, completion.finish_reason, completion.stop_reason, output.finished)
         else:
             text = completion.text
-        if output.prompt_logprobs is not None:
+        if output.prompt_logprobs:
             self._prompt_logprobs = output.prompt_logprobs  # a stream of deltas has them once
         self._text += text
         if self._wants_logprobs and completion.logprobs is not None:
@@ -74,9 +74,7 @@ class Assembly:
         self._shape(output, completion, fresh, text)
         return output
 
-    def _decode(
-        self, ids: list[int], finish_reason: str | None, stop_reason: int | str | None, finished: bool
-    ) -> str:
+    def _decode(self, ids: list[int], finish_reason: str | None, stop_reason: int | str | None, finished: bool) -> str:
         """The text that `ids`, and the prefix before the first of them, add; the token that stopped has none."""
         assert self._detokenizer is not None
         ids, self._undecoded = [*self._undecoded, *ids], []

@@ -81,10 +81,12 @@ class RecoverySession:
         self.failure: RecoveryError | None = None
         self.dead_engine: BaseException | None = None
         self._deliveries = Deliveries()
+        self._n_captured = self._n_cut = self._n_published = 0
         self._polling = Polling(self.captured)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fence_down: asyncio.Event | None = None
         self._gate_open: asyncio.Event | None = None
+        self._failing: asyncio.Event | None = None
         self._stopped = False
         if opened is not None:
             self._wire(opened)
@@ -152,6 +154,7 @@ class RecoverySession:
             coordinator,
             interval_s=self._config.snapshot_interval_s,
             may_take=lambda: self.failure is None and self.dead_engine is None,
+            has_news=lambda: self._n_captured != self._n_published,
             on_attempt=self._on_attempt,
             on_error=self._on_snapshot_error,
         )
@@ -161,7 +164,7 @@ class RecoverySession:
         if not self.capturing:
             return
         self._loop = asyncio.get_running_loop()
-        self._fence_down, self._gate_open = asyncio.Event(), asyncio.Event()
+        self._fence_down, self._gate_open, self._failing = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._fence_down.set()
         self._gate_open.set()
         self.fleet.bind(self._loop)
@@ -207,6 +210,7 @@ class RecoverySession:
         if not token_ids:
             return
         call.append(token_ids, logprobs or None, self.version)
+        self._n_captured += 1
         self.counters.tokens_captured += len(token_ids)
         if self.on_tokens is not None:
             self.on_tokens(call, len(token_ids))
@@ -220,6 +224,7 @@ class RecoverySession:
         if self.keeps_results:
             self._deliveries.ending(call)
         call.end(finish_reason, stop_reason)
+        self._n_captured += 1
         self.flushing.ended()
 
     def pull(self, call: LiveCall, reader: PullReader, request_id: str) -> Pulled:
@@ -236,8 +241,18 @@ class RecoverySession:
         if call.ended is not None and self.keeps_results:
             self._deliveries.ended(call)
 
+    def cut(self) -> list[Captured]:
+        """The freeze of a snapshot: remembers how far it went."""
+        captured = self.freeze()
+        self._n_cut = self._n_captured
+        return captured
+
+    def read_now(self) -> None:
+        """Read every call that is read and not streamed: before an abort makes the engine forget them."""
+        self._polling.read_all()
+
     def freeze(self) -> list[Captured]:
-        """The cut: everything captured and not yet handed over. Synchronous."""
+        """Everything captured and not yet handed over, swapped out in one synchronous step."""
         self._polling.read_all()
         return self.table.freeze()
 
@@ -292,6 +307,7 @@ class RecoverySession:
         counters = self.counters
         if attempt.verdict is Verdict.PUBLISHED:
             counters.snapshots += 1
+            self._n_published = self._n_cut
             counters.last_snapshot = attempt.snapshot
             self._call_on_loop(self._admission.forget_ended)
         else:
@@ -319,13 +335,27 @@ class RecoverySession:
 
     def _fail_on_loop(self, error: RecoveryError) -> None:
         self._deliveries.failed(error)
-        for event in (self._fence_down, self._gate_open):
+        for event in (self._fence_down, self._gate_open, self._failing):
             if event is not None:
                 event.set()
+
+    async def failing(self) -> None:
+        """Wait until this process must stop, and raise why. For ever if that never happens."""
+        await (self._failing or asyncio.Event()).wait()
+        self._raise_if_failed()
 
     def _raise_if_failed(self) -> None:
         if self.failure is not None:
             raise self.failure
+
+    @property
+    def trouble(self) -> tuple[int, str]:
+        """How many flushes and snapshots could not be stored since the start, and what the last of each said."""
+        if not self.capturing:
+            return 0, ""
+        flushes, counters = self.stager.counters, self.counters
+        said = [text for text in (flushes.last_failure, counters.last_abandoned) if text]
+        return flushes.failures + counters.snapshots_abandoned, "; ".join(said)
 
     # ---- what others read --------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ Does not know: what a snapshot is (recovery.coordinator), the event loop.
 Invariants:
 1. Only this thread calls `Coordinator.take`.
 2. After Fenced, or once `may_take` says no, none is taken any more.
-3. A program error in a snapshot is handed to `on_error` and ends the thread; it is never swallowed.
+3. An interval in which nothing was captured leaves no snapshot: log entries are for ever.
+4. A program error in a snapshot is handed to `on_error` and ends the thread; it is never swallowed.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ class SnapshotLoop:
         *,
         interval_s: float,
         may_take: Callable[[], bool],
+        has_news: Callable[[], bool],
         on_attempt: Callable[[Attempt], None],
         on_error: Callable[[Exception], None],
     ) -> None:
         self._coordinator = coordinator
         self._interval_s = interval_s
         self._may_take = may_take
+        self._has_news = has_news
         self._on_attempt = on_attempt
         self._on_error = on_error
         self._wake = threading.Condition()
@@ -79,6 +82,8 @@ class SnapshotLoop:
                     if self._last_wanted:
                         self._last = self._take("final", self._last_timeout_s)
                     return
+                if cause == "interval" and not self._has_news():
+                    continue
                 if self._take(cause).verdict is Verdict.FENCED:
                     return
         except Exception as error:

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,6 +60,21 @@ def _jsonable(value: Any) -> Any:
         return msgspec.to_builtins(value)
     except TypeError:
         return repr(value)
+
+
+def sampling_params(fields: Mapping[str, Any]) -> Any:
+    """A SamplingParams of JSON values, checked field by field: a wrong type can otherwise end the whole engine.
+
+    Raises ValueError that names the field, or one of vLLM's own errors (see is_refusal).
+    """
+    from vllm import SamplingParams
+
+    known = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ValueError(f"there is no field {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    return msgspec.convert(dict(fields), SamplingParams, str_keys=True)
 
 
 def stop_rules(engine: Any) -> StopRules:
@@ -218,5 +234,13 @@ def is_engine_dead(error: BaseException) -> bool:
 def is_refusal(error: BaseException) -> bool:
     """Whether an exception of `generate` is about this one request (too long, a bad field) and not about the engine."""
     from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineGenerateError
 
+    if isinstance(error, EngineGenerateError):  # what vLLM makes of any error of its checks that it did not foresee
+        return isinstance(error.__cause__, TypeError | ValueError | OverflowError)
     return isinstance(error, VLLMClientError)
+
+
+def refusal_text(error: BaseException) -> str:
+    """What a refusal says; vLLM's wrapper around unforeseen errors says nothing itself."""
+    return str(error) or str(error.__cause__ or repr(error))

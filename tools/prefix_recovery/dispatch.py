@@ -66,6 +66,7 @@ class Dispatch:
         self._session = session
         self._engine = RecoverableEngine(engine, session)
         self._tokenizer = surface.tokenizer_of(engine)
+        self._vocabulary = int(engine.vllm_config.model_config.get_vocab_size())
         self._results = results
         self._samples = {sample.name: sample for sample in samples}
         self._numbers = {sample.name: number for number, sample in enumerate(samples)}
@@ -95,6 +96,8 @@ class Dispatch:
         ended: dict[str, Any] = {}
         begun: set[str] = set()
         for entry in self._session.entries():
+            if entry.ended is None and not entry.n_tokens:
+                continue  # nothing of it was saved: a line that was refused may be mended or removed
             name = entry.identity.rollout
             sample = self._samples.get(name)
             if sample is None and entry.ended is None:
@@ -176,14 +179,17 @@ class Dispatch:
         writer = asyncio.create_task(self._write_rows())
         feeder = asyncio.create_task(self._feed(list(todo)))
         stopped = asyncio.create_task(stop.wait())
+        failing = asyncio.create_task(self._session.failing())
         try:
-            await asyncio.wait({feeder, stopped, writer}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (writer, feeder):
+            await asyncio.wait({feeder, stopped, writer, failing}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (failing, writer, feeder):
                 if task.done():
                     task.result()
         finally:
             stopped.cancel()
+            failing.cancel()
             if not feeder.done():
+                self._session.read_now()
                 feeder.cancel()
                 await asyncio.gather(feeder, return_exceptions=True)
             if not writer.done():
@@ -206,7 +212,7 @@ class Dispatch:
         except Exception as error:
             if not surface.is_refusal(error):
                 raise
-            self._refused(sample, str(error))
+            self._refused(sample, surface.refusal_text(error))
             return
         finally:
             self._slots.release()
@@ -271,16 +277,21 @@ class Dispatch:
 
     def _prepare(self, sample: Sample) -> tuple[Any, Any]:
         """Prompt ids and SamplingParams of a sample. Raises InputError for what cannot be one."""
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         fields = {"logprobs": 0, **self._config.sampling, **sample.prompt.sampling}
         try:
-            params = SamplingParams(**fields)
+            params = surface.sampling_params(fields)
         except (TypeError, ValueError) as error:
             raise InputError(f"sampling: {error}", hint="see vLLM's SamplingParams for the fields") from error
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        return surface.token_prompt(self._ids(sample.prompt)), params
+        ids = self._ids(sample.prompt)
+        if self._tokenizer is None and (largest := max(ids)) >= self._vocabulary:
+            # vLLM leaves this check to the tokenizer, and an engine without one dies of such an id.
+            raise InputError(
+                f"token id {largest} is out of vocabulary ({self._vocabulary} tokens)", hint="mend the line, run again"
+            )
+        return surface.token_prompt(ids), params
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if prompt.kind == "prompt_token_ids":
@@ -294,7 +305,12 @@ class Dispatch:
         if prompt.kind == "messages":
             if not getattr(tokenizer, "chat_template", None):
                 raise InputError("this model's tokenizer has no chat template", hint="send `prompt` instead")
-            text = tokenizer.apply_chat_template(prompt.value, add_generation_prompt=True, tokenize=False)
+            try:
+                text = tokenizer.apply_chat_template(prompt.value, add_generation_prompt=True, tokenize=False)
+            except Exception as error:  # a template is a program of the model's, and may raise anything
+                raise InputError(
+                    f"the chat template does not take these messages: {error}", hint="mend `messages`, run again"
+                ) from error
             return list(tokenizer.encode(text, add_special_tokens=False))
         begins_with_bos = bool(tokenizer.bos_token) and prompt.value.startswith(tokenizer.bos_token)
         return list(tokenizer.encode(prompt.value, add_special_tokens=not begins_with_bos))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import gc
 import os
 import shutil
 import tempfile
@@ -71,7 +72,7 @@ class Engine:
         os.environ["TMPDIR"] = str(self._folder)
         tempfile.tempdir = None
         try:
-            self.llm = _start(model, arguments)
+            self.llm: Any = _start(model, arguments)
         except BaseException:
             self._remove_folder()
             raise
@@ -82,6 +83,8 @@ class Engine:
 
     def close(self) -> None:
         self.llm.shutdown()
+        self.llm = None
+        gc.collect()  # its finalizer fails noisily if the interpreter is what ends it
         self._remove_folder()
 
     def _remove_folder(self) -> None:
@@ -116,9 +119,10 @@ def _start(model: str, arguments: Mapping[str, Any]) -> Any:
     if is_cpu_build():
         defaults |= {"enforce_eager": True}
     try:
+        chosen = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         args = AsyncEngineArgs(model=model, **{**defaults, **arguments})
         config = args.create_engine_config()
-        if is_cpu_build():
+        if is_cpu_build() and chosen is None:
             # Set after the config was made: the CPU platform forces spawn while it is made. Fork inherits the imports.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         return AsyncLLM.from_vllm_config(config, disable_log_stats=bool(args.disable_log_stats))

@@ -178,7 +178,7 @@ class _Run:
         try:
             async with asyncio.TaskGroup() as group:
                 run = group.create_task(dispatch.run(todo, stop))
-                ticker = group.create_task(_tick(progress))
+                ticker = group.create_task(_tick(progress, session))
                 run.add_done_callback(lambda task: ticker.cancel())
         except BaseExceptionGroup as group_error:
             error = first_stop(group_error)
@@ -210,10 +210,16 @@ class _Run:
             loop.add_signal_handler(number, caught, number)
 
 
-async def _tick(progress: Progress) -> None:
+async def _tick(progress: Progress, session: RecoverySession) -> None:
+    """Once a second: the figures, and what could not be saved, unless that was just said."""
+    seen, said = 0, ""
     while True:
         await asyncio.sleep(1.0)
         progress.tick()
+        n, what = session.trouble
+        if n > seen and what != said:
+            progress.say(f"not saved, kept for the next try (decoding goes on): {what}")
+        seen, said = n, what if n > seen else ""
 
 
 def describe(error: RecoveryError) -> str:

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -77,7 +78,7 @@ def read_prompts(path: str | Path, *, strict: bool = False) -> PromptFile:
     """Read a JSONL file of prompts.
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, or it holds no line at all.
+        ConfigError: there is no such file, it cannot be read, or all its lines are blank.
         InputError: with `strict`, for the first malformed line.
     """
     file = PromptFile(Path(path))
@@ -89,10 +90,8 @@ def read_prompts(path: str | Path, *, strict: bool = False) -> PromptFile:
             f"cannot read the prompts file {file.path}: {error.strerror}", hint="check `prompts` in the config"
         ) from error
     with stream:
-        n_lines = 0
         for number, raw in enumerate(stream, 1):
-            n_lines = number
-            if not raw.strip():
+            if not raw.removeprefix(codecs.BOM_UTF8).strip():
                 continue
             try:
                 prompt = _parse(raw, number)
@@ -105,7 +104,7 @@ def read_prompts(path: str | Path, *, strict: bool = False) -> PromptFile:
                 if strict:
                     raise InputError(f"{file.path} line {number}: {error}", hint="mend the line, run again") from error
                 file.bad.append(bad)
-    if n_lines == 0:
+    if not file.prompts and not file.bad:
         raise ConfigError(
             f"the prompts file {file.path} is empty", hint='one JSON object a line: {"id": "a", "prompt": "…"}'
         )

@@ -130,15 +130,17 @@ class Results:
         """Note one line; False if it is the torn last one."""
         try:
             row = json.loads(raw)
+        except ValueError as error:
+            # A kill leaves the beginning of a row; a power failure may leave zeros where it should be.
+            torn = raw.startswith(b'{"id": ') or not raw.strip(b"\0")
+            if torn and not raw.endswith(b"\n"):
+                return False
+            raise self._foreign(number, "it is not JSON") from error
+        try:
             key = (str(row["id"]), int(row["sample_index"]))
             row["token_ids"]
         except (ValueError, KeyError, TypeError) as error:
-            if not raw.endswith(b"\n") and raw.lstrip().startswith(b"{"):
-                return False
-            raise ConfigError(
-                f"{self.path} line {number} is not a result of this program ({error!r})",
-                hint="give this job an output file of its own, or move that line away",
-            ) from error
+            raise self._foreign(number, f"it lacks {error}") from error
         if key in self.done:
             raise ConfigError(
                 f"{self.path} line {number} repeats the result of {key[0]!r} sample {key[1]}",
@@ -146,6 +148,12 @@ class Results:
             )
         self.done.add(key)
         return True
+
+    def _foreign(self, number: int, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self.path} line {number} is not a result of this program: {why}",
+            hint="give this job an output file of its own, or move that line away",
+        )
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows and make them durable. Raises StoreFull; then none of them is in the file."""

@@ -8,7 +8,7 @@ taken to have named whatever a snapshot of its time lacks.
 
 Invariants:
 1. The newest snapshot before a gc slot keeps all of its objects, and nothing is deleted before the next one after it.
-2. A list may be missing only if a later list names it, or a later list is missing with right.
+2. A list may be missing only if a later list names it, or if a later list is missing and could have named it.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Collected:
         if key in self._present:
             for name in names:
                 self._named[name].append(slot.seq)
-        elif key in self._named or self._unknown:
-            self._unknown.append(slot.seq)
-        else:
+            return
+        if key not in self._named and not self._unknown:
             message = f"{key} is missing: what garbage collection was about to delete at slot {slot.seq}"
             self.problems.append(Problem(key, MISSING, message, _UNKNOWN))
+        self._unknown.append(slot.seq)
 
     def named_after(self, seq: int) -> set[str]:
         """What the gc slots above `seq` name."""

@@ -111,7 +111,7 @@ def _float(value: float) -> float | str:
     return value
 
 
-# ---- documents -------------------------------------------------------------------------------------------------------
+# ---- documents -----------------------------------------------------------------------------------------------------
 
 
 def list_row(place: Place, found: Snapshot | Unreadable, ledger_keys: set[str], now: float) -> Document:

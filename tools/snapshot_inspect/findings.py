@@ -48,7 +48,8 @@ class Problem:
     @classmethod
     def of(cls, object_key: str, error: RecoveryError, affected: Iterable[Affected] = ()) -> Problem:
         message = error.message if object_key in error.message else f"{object_key}: {error.message}"
-        return cls(object_key, kind_of(error), message, error.hint, tuple(affected))
+        hint = "" if "snapshot-inspect verify" in error.hint else error.hint  # this is what it says
+        return cls(object_key, kind_of(error), message, hint, tuple(affected))
 
 
 @dataclass(slots=True)

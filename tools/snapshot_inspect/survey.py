@@ -23,7 +23,7 @@ from recovery.slots import Read, find_tail, read_slot, slot_exists
 from recovery.snapshots import Snapshot
 from storage_backends.keys import is_key
 
-_PUT_BACK = "slots are never deleted: put it back from a copy of the store; `snapshot-inspect verify STORE` says more"
+_PUT_BACK = "slots are never deleted: put it back from a copy of the store"
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class _Work:
         self._states: dict[ObjectRef, bytes | Problem] = {}
         self.result = Verification(self._at, read_data)
 
-    # ---- the log -----------------------------------------------------------------------------------------------
+    # ---- the log ---------------------------------------------------------------------------------------------------
 
     def read_log(self) -> None:
         top = max(self._at.beyond, default=self._at.tail)
@@ -121,7 +121,7 @@ class _Work:
                 self._slots.append(found.slot)
         self.result.tally.slots = len(self._slots)
 
-    # ---- ledgers, states, and which segments there have to be -----------------------------------------------------
+    # ---- ledgers, states, and which segments there have to be ------------------------------------------------------
 
     def read_structure(self, only: int | None) -> None:
         for slot in self._slots:
@@ -164,7 +164,7 @@ class _Work:
             return state
         return _job_problem(snapshot, ref.key, state) if name == "job" else None
 
-    # ---- the bytes of segments --------------------------------------------------------------------------------------
+    # ---- the bytes of segments -------------------------------------------------------------------------------------
 
     def read_segments(self, progress: Progress) -> None:
         todo = [info for key, info in sorted(self._lineages.segments.items()) if key not in self._bad]
@@ -181,7 +181,7 @@ class _Work:
                 tally.nbytes += info.nbytes
                 progress.advance(info.nbytes)
 
-    # ---- what it means ----------------------------------------------------------------------------------------------
+    # ---- what it means ---------------------------------------------------------------------------------------------
 
     def conclude(self) -> None:
         self._collected = Collected(self._store, self._slots_now())
@@ -206,7 +206,7 @@ class _Work:
                 newer.append(found.slot)
         return newer + self._slots
 
-    # ---- what else lies there ---------------------------------------------------------------------------------------
+    # ---- what else lies there --------------------------------------------------------------------------------------
 
     def look_around(self) -> None:
         listed = self._store.list("")

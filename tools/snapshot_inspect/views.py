@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,6 +172,9 @@ def verification(screen: Screen, document: Document) -> None:
         screen.facts(_problem(problem))
     screen.line()
     n = len(document["problems"])
+    if n:
+        store = shlex.quote(document["store"])
+        screen.line(f"What a restore takes now, and why: snapshot-inspect latest --check {store}")
     screen.line(f"{count_text(n, 'problem')} found" if n else "no problem found", "bold red" if n else "bold green")
 
 
@@ -266,7 +270,7 @@ def _token_rows(document: Document, pieces: Sequence[str] | None) -> list[list[s
     return rows
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------
+# ---- words ---------------------------------------------------------------------------------------------------------
 
 
 def _number(value: Any) -> str:

@@ -1,0 +1,366 @@
+"""A second reader of stores on local disk, written from docs/format.md alone.
+
+Owns: reading a store and checking every sum, digest and length on the way.
+Does not know: the project. It imports nothing of it, so that the two can be held against each other.
+
+Invariants:
+1. Nothing is returned that did not check; BadStore names the first object that does not.
+2. Every slot is read, not only those down to the newest snapshot. Nothing is passed over: a restore would take an older
+   snapshot where this reader stops.
+"""
+
+import hashlib
+import json
+import re
+import struct
+from contextlib import contextmanager
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+
+OBJECTS = {
+    "seg": re.compile(r"seg/e\d{6,}/[a-z0-9._-]+\.[0-9a-f]{8}/\d{8,}-[0-9a-f]{8}-([0-9a-f]{8})\.arrow"),
+    "ledger": re.compile(r"ledger/e\d{6,}/[0-9a-f]{16}\.arrow"),
+    "state": re.compile(r"state/e\d{6,}/[a-z0-9._-]+-[0-9a-f]{16}\.json"),
+    "gc": re.compile(r"gc/e\d{6,}/[0-9a-f]{16}\.json"),
+}
+SLOT_LIMIT, JSON_LIMIT, ARROW_LIMIT, TOKEN_LIMIT = 64 << 10, 64 << 20, 4 << 30, 1 << 20
+CHUNK = (
+    "list<item: struct<segment: uint32, index: uint32, start: uint32, n_tokens: uint32, "
+    "digest: fixed_size_binary[16], lineage: string, number: uint64>>"
+)
+LEDGER_COLUMNS = ["call_id", "attempt", "state", "n_tokens", "kept", "chunks", "identity", "ended", "history"]
+LEDGER_TYPES = ["fixed_size_binary[16]", "uint32", "uint8", "uint32", "uint32", CHUNK, "string", "string", "string"]
+SEGMENT_COLUMNS = ["kind", "call_id", "attempt", "start", "token_ids", "logprobs", "mask_starts", "mask_values"]
+SEGMENT_COLUMNS += ["lineage", "number", "digest", "body"]
+SEGMENT_TYPES = ["uint8", "fixed_size_binary[16]", "uint32", "uint32", "list<item: int32>", "list<item: float>"]
+SEGMENT_TYPES += ["list<item: uint32>", "list<item: bool>", "string", "uint64", "fixed_size_binary[16]", "string"]
+
+
+class BadStore(Exception):
+    """The message begins with the object that does not check."""
+
+
+def need(true, name, message):
+    if not true:
+        raise BadStore(f"{name}: {message}")
+
+
+@contextmanager
+def reading(name):
+    """What Python or Arrow makes of a mangled object is BadStore, naming it."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError, RecursionError) as error:
+        raise BadStore(f"{name}: {type(error).__name__}: {error}") from error
+    except pa.ArrowException as error:
+        raise BadStore(f"{name}: {error}") from error
+
+
+# ---- bytes, JSON, Arrow ----------------------------------------------------------------------------------------------
+
+
+def fetch(root, key, limit):
+    path = Path(root, key)
+    need(path.is_file(), key, "is missing")
+    need(path.stat().st_size <= limit, key, f"has more than {limit} bytes")
+    return path.read_bytes()
+
+
+def fetch_referenced(root, ref, name, kind, limit):
+    with reading(name):
+        key, nbytes, sha256 = ref["key"], ref["nbytes"], ref["sha256"]
+        need(OBJECTS[kind].fullmatch(key), name, f"references {key!r:.99} as a {kind} object")
+    data = fetch(root, key, limit)
+    need(len(data) == nbytes, key, f"has {len(data)} bytes, not {nbytes}")
+    need(hashlib.sha256(data).hexdigest() == sha256, key, "has another sha256")
+    return key, data
+
+
+def parse(text, name, kind=dict):
+    with reading(name):
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(text, parse_constant=lambda constant: need(False, name, f"holds {constant}"))
+    need(isinstance(value, kind), name, f"is no JSON {kind.__name__}")
+    return value
+
+
+def check_version(value, name, mark):
+    need(value.get("format") == mark, name, f"has format {value.get('format')!r:.60}; this reader knows {mark!r}")
+    version = value.get("version")
+    need(type(version) is int and version == 1, name, f"has version {version!r:.60}; this reader knows version 1")
+    check_requires(value, name)
+
+
+def check_requires(value, name):
+    need(value.get("requires", []) == [], name, f"requires {value.get('requires')!r:.60}, which is not known here")
+
+
+def read_arrow(data, name, mark, columns, types):
+    with reading(name):
+        reader = pa.ipc.open_file(pa.BufferReader(data))
+        batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        for batch in batches:
+            batch.validate(full=True)
+        found = [str(kind).replace(" not null", "") for kind in reader.schema.types]
+        header = parse(reader.schema.metadata[b"prefix-recovery"], name)
+    check_version(header, name, mark)
+    need((reader.schema.names, found) == (columns, types), name, "has other columns")
+    return header, batches
+
+
+# ---- digests ---------------------------------------------------------------------------------------------------------
+
+
+def canonical(value):
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def u64(number):
+    return struct.pack("<Q", number)
+
+
+def lp(text):
+    return u64(len(text.encode())) + text.encode()
+
+
+def digest(of, *parts):
+    return hashlib.sha256(b"prefix-recovery " + of + b" 1\0" + b"".join(parts)).digest()[:16]
+
+
+# ---- the log, a ledger, a segment ------------------------------------------------------------------------------------
+
+
+def read_slots(root):
+    """Every slot, oldest first, each believed because the next one names its sha256 (the newest: as it is)."""
+    names = [path.name for path in Path(root, "log").glob("*")]
+    tail = max((int(name[:-5]) for name in names if re.fullmatch(r"\d{12,}\.json", name)), default=0)
+    slots, prev, claimed = [], "0" * 64, 0
+    for seq in range(1, tail + 1):
+        name = f"log/{seq:012d}.json"
+        data = fetch(root, name, SLOT_LIMIT)
+        slot = parse(data, name)
+        check_requires(slot, name)
+        with reading(name):
+            need(type(slot["seq"]) is int and slot["seq"] == seq, name, f"says that it is slot {slot['seq']!r:.60}")
+            need(slot["prev"] == prev, name, f"does not follow the slot {seq - 1} that is here")
+            need(re.fullmatch("[0-9a-f]{32}", slot["nonce"]), name, "has no nonce")
+            kind, epoch = slot["kind"], slot["epoch"]
+            need(kind in ("epoch", "snapshot", "gc"), name, f"is of the unknown kind {kind!r:.60}")
+            fits = epoch > claimed if kind == "epoch" else epoch == claimed > 0
+            need(type(epoch) is int and fits, name, f"has epoch {epoch!r:.60} after {claimed}")
+            need(isinstance(slot["body"], dict), name, "has no body")
+        claimed, prev = epoch, hashlib.sha256(data).hexdigest()
+        slots.append(slot)
+    return slots
+
+
+def read_ledger(root, ref, name):
+    """Rows by call, base and deltas applied; descriptions of segments by key; number of deltas; `flushed`."""
+    chain = []
+    while ref is not None:
+        name, data = fetch_referenced(root, ref, name, "ledger", ARROW_LIMIT)
+        chain.append((name, *read_arrow(data, name, "prefix-recovery/ledger", LEDGER_COLUMNS, LEDGER_TYPES)))
+        ref = chain[-1][1].get("parent")
+    calls, segments = {}, {}
+    for name, header, batches in reversed(chain):
+        with reading(name):
+            keys = [info["key"] for info in header["segments"]]
+            need(not segments.keys() & keys and len(set(keys)) == len(keys), name, "describes a segment again")
+            need(segments.keys() >= set(header["ancestors"]), name, "names a segment that no ancestor describes")
+            segments |= zip(keys, header["segments"], strict=True)
+            rows = [row for batch in batches for row in batch.to_pylist()]
+            need(len({row["call_id"] for row in rows}) == len(rows), name, "has two rows for one call")
+            for row in rows:
+                merge(row, calls, [*keys, *header["ancestors"]], f"{name}: call {row['call_id'].hex()}")
+    return calls, segments, len(chain) - 1, chain[0][1]["flushed"]
+
+
+def merge(row, calls, keys, name):
+    """Apply one row. `keys`: of the segments by number."""
+    old = calls.pop(row["call_id"], {"chunks": [], "identity": None, "history": "[]"})
+    need(row["kept"] <= len(old["chunks"]), name, f"keeps {row['kept']} of {len(old['chunks'])} chunks")
+    need(row["state"] in (0, 1, 2), name, f"has state {row['state']}")
+    need((row["ended"] is not None) == (row["state"] == 1), name, "has an end and a state that do not fit")
+    for chunk in row["chunks"]:
+        chunk["key"] = keys[chunk["segment"]]
+    row["chunks"] = old["chunks"][: row["kept"]] + row["chunks"]
+    stops = [0, *(chunk["start"] + chunk["n_tokens"] for chunk in row["chunks"])]
+    need(stops[:-1] == [chunk["start"] for chunk in row["chunks"]], name, "has chunks that are not contiguous")
+    need(stops[-1] == row["n_tokens"], name, f"has {stops[-1]} tokens, not {row['n_tokens']}")
+    for field in ("identity", "history"):
+        row[field] = old[field] if row[field] is None else row[field]
+    if row["state"] != 2:
+        need(row["identity"] is not None, name, "has no identity")
+        calls[row["call_id"]] = row
+    else:
+        need(not row["chunks"], name, "is dropped and has chunks")
+
+
+def read_segment(root, info):
+    """Its records, by running number."""
+    key, nbytes, whole, told = info["key"], info["nbytes"], info["crc32c"], info["batches"]
+    match = OBJECTS["seg"].fullmatch(key)
+    need(match, key, "is not a segment's key")
+    data = fetch(root, key, ARROW_LIMIT)
+    need(len(data) == nbytes, key, f"has {len(data)} bytes, not {nbytes}")
+    need(google_crc32c.value(data) == whole == int(match[1], 16), key, "has another crc32c")
+    _, batches = read_arrow(data, key, "prefix-recovery/segment", SEGMENT_COLUMNS, SEGMENT_TYPES)
+    with reading(key):
+        need([batch.num_rows for batch in batches] == [n for *_, n in told], key, "is divided into other batches")
+        need(all(0 < n <= 64 for *_, n in told), key, "has a batch of a wrong size")
+        for at, length, crc, _ in told:
+            need(google_crc32c.value(data[at : at + length]) == crc, key, f"has another crc32c in the batch at {at}")
+    return [{c: batch[c][i] for c in SEGMENT_COLUMNS} for batch in batches for i in range(batch.num_rows)]
+
+
+# ---- one call --------------------------------------------------------------------------------------------------------
+
+
+def read_call(row, record):
+    """A ledger's row with its tokens. `record(key, index)` gives a record of a segment."""
+    identity = parse(row["identity"], f"identity of call {row['call_id'].hex()}")
+
+    def take(key, index, kind):
+        got, name = record(key, index), f"{key}: record {index}"
+        need(got["kind"].as_py() == kind, name, f"is not of kind {kind}")
+        need(got["call_id"].as_py() == row["call_id"], name, f"is not of call {row['call_id'].hex()}")
+        need(got["attempt"].as_py() <= row["attempt"], name, "is of a later attempt")
+        return name, got
+
+    name, got = take(identity["opened"]["segment"], identity["opened"]["index"], 0)
+    body, prompt = parse(got["body"].as_py(), name), got["token_ids"].values.to_numpy()
+    parts = (
+        u64(len(prompt)),
+        prompt.astype("<i4").tobytes(),
+        lp(canonical(body["sampling"])),
+        lp(canonical(body["extra"])),
+    )
+    asked = digest(b"request", *parts)
+    need(asked == got["digest"].as_py(), name, "has another request digest")
+    need(asked.hex() == identity["request_digest"], name, "is not the request that the ledger names")
+    for field in ("rollout", "turn", "restart_only", "source_digest"):
+        need(body[field] == identity[field], name, f"has another {field} than the ledger")
+    own = digest(b"call", lp(body["rollout"]), u64(body["turn"]), asked)
+    need(own == row["call_id"], name, f"makes call {own.hex()}")
+    tokens, logprobs, has, masks, versions = [], [], [], [], []
+    for chunk in row["chunks"]:
+        name, got = take(chunk["key"], chunk["index"], 1)
+        ids, bits, found = read_chunk(got, row["call_id"], name)
+        lps = found.pop("logprobs")
+        need(found == {field: chunk[field] for field in found}, name, "is not the chunk that the ledger lists")
+        tokens.append(ids)
+        logprobs.append(np.zeros(len(ids), "f4") if lps is None else lps)
+        has.append(np.full(len(ids), lps is not None))
+        masks.append(bits)
+        version = [chunk["lineage"], chunk["number"]]
+        if not versions or versions[-1][2:] != version:
+            versions.append([chunk["start"], 0, *version])
+        versions[-1][1] = chunk["start"] + len(ids)
+    ended = {"finish_reason": None, "stop_reason": None} if row["ended"] is None else parse(row["ended"], name)
+    return {
+        **{field: body[field] for field in ("rollout", "turn", "sampling", "extra", "restart_only", "source_digest")},
+        **{field: ended[field] for field in ("finish_reason", "stop_reason")},
+        "call_id": row["call_id"].hex(),
+        "attempt": row["attempt"],
+        "state": ("open", "ended")[row["state"]],
+        "history": parse(row["history"], name, list),
+        "prompt_token_ids": prompt,
+        "token_ids": np.concatenate([np.zeros(0, "i4"), *tokens]),
+        "logprobs": np.concatenate([np.zeros(0, "f4"), *logprobs]),
+        "has_logprobs": np.concatenate([np.zeros(0, bool), *has]),
+        "mask": np.concatenate([np.zeros(0, bool), *masks]),
+        "versions": versions,
+        "n_chunks": len(row["chunks"]),
+    }
+
+
+def read_chunk(got, call_id, name):
+    """Token ids, mask, and what the ledger lists of it together with the logprobs (None: there are none)."""
+    start, lineage, number = (got[field].as_py() for field in ("start", "lineage", "number"))
+    ids, starts, values = (got[field].values.to_numpy(False) for field in ("token_ids", "mask_starts", "mask_values"))
+    lps = got["logprobs"].values.to_numpy() if got["logprobs"].is_valid else None
+    n = len(ids)
+    need(1 <= n <= TOKEN_LIMIT and (lps is None or len(lps) == n), name, f"has {n} tokens and not as many logprobs")
+    lengths = np.diff(np.append(starts.astype("i8"), n))
+    need(starts[0] == 0 and (lengths > 0).all(), name, "has a mask whose runs do not follow each other")
+    need((values[1:] != values[:-1]).all(), name, "has a mask whose runs do not alternate")
+    mask = np.repeat(values, lengths)
+    parts = [call_id, u64(start), lp(lineage), u64(number), u64(n), ids.astype("<i4").tobytes()]
+    parts += [b"\0"] if lps is None else [b"\1", lps.astype("<f4").tobytes()]
+    own = digest(b"chunk", *parts, mask.astype("u1").tobytes())
+    need(own == got["digest"].as_py(), name, "has another chunk digest")
+    found = {"start": start, "n_tokens": n, "digest": own, "lineage": lineage, "number": number, "logprobs": lps}
+    return ids, mask, found
+
+
+# ---- a store ---------------------------------------------------------------------------------------------------------
+
+
+def read_snapshot(root, slot):
+    name, body = f"log/{slot['seq']:012d}.json", slot["body"]
+    with reading(name):
+        refs = {who: fetch_referenced(root, ref, name, "state", JSON_LIMIT) for who, ref in body["states"].items()}
+        states = {who: parse(data, key) for who, (key, data) in refs.items()}
+        if "job" in states:
+            own = hashlib.sha256(canonical(states["job"]["must"]).encode()).hexdigest()[:32]
+            need(own == body["fingerprint"], name, f"states another fingerprint than {own}, that of its job")
+        rows, segments, depth, flushed = read_ledger(root, body["ledger"], name)
+        need(depth == body["depth"], name, f"is {depth} deltas above its base, not {body['depth']}")
+    records = {}
+
+    def record(key, index):
+        if key not in records:
+            records[key] = read_segment(root, segments[key])
+        return records[key][index]
+
+    calls = []
+    for row in rows.values():
+        with reading(f"call {row['call_id'].hex()}"):
+            calls.append(read_call(row, record))
+    counts = {"calls": len(calls), "tokens": sum(len(call["token_ids"]) for call in calls)}
+    counts |= {state: sum(call["state"] == state for call in calls) for state in ("open", "ended")}
+    counts |= {"chunks": sum(call["n_chunks"] for call in calls), "segments": len(records)}
+    counts["nbytes"] = sum(segments[key]["nbytes"] for key in records)
+    need(body.get("counts") == counts, name, f"counts {body.get('counts')}, not {counts}")
+    calls.sort(key=lambda call: (call["rollout"], call["turn"], call["call_id"]))
+    return {**body, "id": slot["seq"], "states": states, "flushed": flushed, "calls": calls}
+
+
+def read_store(root, snapshot=None):
+    """The format mark, all slots, and all calls of the newest snapshot (or of snapshot `snapshot`)."""
+    mark = parse(fetch(root, "format.json", SLOT_LIMIT), "format.json")
+    check_version(mark, "format.json", "prefix-recovery")
+    slots = read_slots(root)
+    ids = [slot["seq"] for slot in slots if slot["kind"] == "snapshot"]
+    need(ids if snapshot is None else snapshot in ids, "log/", f"holds the snapshots {ids}, not {snapshot}")
+    read = read_snapshot(root, slots[(snapshot or ids[-1]) - 1])
+    return {"format": mark, "tail": len(slots), "slots": slots, "snapshots": ids, "snapshot": read}
+
+
+def check_everything(root):
+    """Read every snapshot. Answers (ids that were read, ids of which garbage collection has taken something)."""
+    store, listed, lost = read_store(root), {}, 0
+    for slot in store["slots"]:
+        if slot["kind"] == "gc":
+            name, ref = f"log/{slot['seq']:012d}.json", slot["body"].get("victims")
+            try:
+                victims = parse(fetch_referenced(root, ref, name, "gc", JSON_LIMIT)[1], ref["key"], list)
+                listed |= dict.fromkeys(victims, slot["seq"])
+            except BadStore as error:
+                need(str(error) == f"{ref['key']}: is missing", name, str(error))
+                lost = slot["seq"]  # a list is garbage itself some time later; what it named is not known any more
+    found = [], []
+    for slot in store["slots"]:
+        if slot["kind"] == "snapshot":
+            try:
+                read_snapshot(root, slot)
+                found[0].append(slot["seq"])
+            except BadStore as error:
+                key, _, what = str(error).partition(": ")
+                if what != "is missing" or max(listed.get(key, 0), lost) < slot["seq"]:
+                    raise
+                found[1].append(slot["seq"])
+    return found

@@ -1,0 +1,290 @@
+"""Holds, the fence, stores that hang and disks that are full, while a real engine decodes.
+
+Decoding must not notice any of it: every test counts tokens while something is in the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recovery.admission.holds import HoldKind
+from recovery.errors import StoreFull
+from recovery.model import ENDED
+from recovery.protocol import Verdict
+from storage_backends import open_store
+from storage_backends.testing.faults import PASS, FaultyStore, Hang, RaiseBefore, Step, Verb
+from tests.conftest import OnLoop
+from tests.engine_runs import (
+    ask,
+    assert_same,
+    call_id_of,
+    capturing,
+    greedy,
+    prompts,
+    read_back,
+    take_snapshot,
+    tokens_of,
+    until,
+)
+
+PROMPT, OTHER = prompts(2)
+DEADLINE_S = 0.5
+SLACK_S = 3.0
+"""What a busy machine may add to a deadline."""
+
+Faults = Callable[[Callable[[Verb, str], Step]], None]
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Makes every store that a session opens from here on fail by a plan."""
+
+    def plan(step: Callable[[Verb, str], Step]) -> None:
+        monkeypatch.setattr(
+            "vllm_hooks.opening.open_store", lambda url, **options: FaultyStore(open_store(url, **options), step)
+        )
+
+    return plan
+
+
+@asynccontextmanager
+async def decoding(wrapped: Any, session: Any, name: str) -> AsyncIterator[None]:
+    """A call that is long enough to decode for as long as the block lasts, and has begun."""
+    task = asyncio.ensure_future(ask(wrapped, PROMPT, greedy(1000), name))
+    try:
+        await goes_on(session)
+        yield
+        assert not task.done(), "the call was too short for this test"
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def goes_on(session: Any, n_tokens: int = 20) -> None:
+    """Decoding makes progress from here."""
+    before = tokens_of(session)
+    await until(lambda: tokens_of(session) >= before + n_tokens)
+
+
+def free(session: Any) -> bool:
+    """No hold is active and no fence is up."""
+    return bool(session.gate.open and session._gate_open.is_set() and session._fence_down.is_set())
+
+
+@pytest.mark.parametrize("pulls", [False, True])
+def test_a_fence_parks_results_and_nothing_else(engine: Any, on_loop: OnLoop[Any], tmp_path: Path, pulls: bool) -> None:
+    """While it is up a finished call waits with its result, another decodes on; when it is lowered all is delivered."""
+
+    async def scenario() -> None:
+        short, long = [await ask(engine, p, greedy(n), str(n)) for p, n in ((OTHER, 5), (PROMPT, 400))]
+        async with capturing(engine, tmp_path, pulls=pulls) as (wrapped, session):
+            going = asyncio.ensure_future(ask(wrapped, PROMPT, greedy(400), "long"))
+            await until(lambda: tokens_of(session) >= 10)
+            session.set_fence(True)
+            parked = asyncio.ensure_future(ask(wrapped, OTHER, greedy(5), "short"))
+            call_id = call_id_of("short", OTHER, greedy(5))
+            await until(lambda: (call := session.table.get(call_id)) is not None and call.n_tokens == 5)
+            await goes_on(session, 60)
+            assert not parked.done() and session.table.get(call_id).ended is None
+            session.set_fence(False)
+            assert_same(await parked, short)
+            assert session.table.get(call_id).ended is not None
+            assert_same(await going, long, tolerance=2e-5)
+
+    on_loop(scenario())
+
+
+def test_a_parked_result_whose_caller_leaves_is_finished_later(
+    engine: Any, on_loop: OnLoop[Any], tmp_path: Path
+) -> None:
+    """A call that had all its tokens and no terminal record yet: asked for again it is finished, not generated."""
+    params = greedy(5)
+
+    async def scenario() -> None:
+        whole = await ask(engine, OTHER, params, "bare")
+        async with capturing(engine, tmp_path) as (wrapped, session):
+            session.set_fence(True)
+            parked = asyncio.ensure_future(ask(wrapped, OTHER, params, "r"))
+            await until(lambda: session.counters.tokens_captured == 5)
+            parked.cancel()
+            await asyncio.gather(parked, return_exceptions=True)
+            session.set_fence(False)
+            assert_same(await ask(wrapped, OTHER, params, "r"), whole)
+            assert session.counters.tokens_captured == 5
+        entry = read_back(tmp_path).entries["r"]
+        assert (entry.state, entry.n_tokens) == (ENDED, 5)
+
+    on_loop(scenario())
+
+
+def test_a_hold_closes_admission_and_only_its_release_opens_it(
+    engine: Any, on_loop: OnLoop[Any], tmp_path: Path
+) -> None:
+    """Two owners hold; new requests wait until both have released; what runs goes on; a snapshot in between is fine."""
+
+    async def scenario() -> None:
+        async with capturing(engine, tmp_path) as (wrapped, session), decoding(wrapped, session, "r"):
+            holds = [session.gate.acquire(HoldKind.DRAIN, owner, "test", time.time()) for owner in ("a", "b")]
+            session.set_gate()
+            waiting = asyncio.ensure_future(ask(wrapped, OTHER, greedy(5), "new"))
+            await goes_on(session)
+            assert (await take_snapshot(session)).verdict is Verdict.PUBLISHED
+            session.gate.release(holds[0])
+            session.set_gate()
+            await goes_on(session)
+            assert not waiting.done() and "new" not in read_back(tmp_path).entries
+            session.gate.release(holds[1])
+            session.set_gate()
+            assert len((await waiting).token_ids) == 5
+
+    on_loop(scenario())
+
+
+class Hanging:
+    """A plan under which the `at`-th store call after `arm` hangs until `let_go`."""
+
+    def __init__(self) -> None:
+        self._n = self._at = 0
+        self.calls: list[str] = []
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+
+    def arm(self, at: int) -> None:
+        with self._lock:
+            self._n, self._at, self._event = 0, at, threading.Event()
+            self.calls = []
+
+    def let_go(self) -> None:
+        self._event.set()
+        self._at = 0
+
+    def __call__(self, verb: Verb, key: str) -> Step:
+        self.calls.append(f"{verb} {key}")
+        self._n += 1
+        return Hang(self._event) if self._n == self._at else PASS
+
+
+def test_c6_c1_a_store_that_hangs_at_each_step(
+    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, faults: Faults
+) -> None:
+    """C6, C1: at each store call of a snapshot in turn. At the deadline hold and fence are gone and the attempt is
+    counted; decoding never stopped; the last snapshot stands; when the store answers again the next one is published.
+    """
+    hanging = Hanging()
+    faults(hanging)
+
+    async def scenario() -> None:
+        # What follows a publication has the configured deadline; each snapshot here is given one of its own.
+        fields = {"flush": 0, "snapshot_timeout_s": DEADLINE_S}
+        async with capturing(engine, tmp_path, **fields) as (wrapped, session):
+            async with decoding(wrapped, session, "r"):
+                assert (await take_snapshot(session, 30.0)).verdict is Verdict.PUBLISHED
+                await goes_on(session)
+                hanging.arm(0)
+                attempt = await take_snapshot(session, 30.0)
+                assert attempt.verdict is Verdict.PUBLISHED
+            calls = list(hanging.calls)
+            assert sum(call.startswith("put_new seg/") for call in calls) == 1
+            abandoned, published = 0, attempt.snapshot
+            for at in range(1, len(calls) + 1):
+                async with decoding(wrapped, session, f"r{at}"):
+                    hanging.arm(at)
+                    before, began = tokens_of(session), time.monotonic()
+                    attempt = await take_snapshot(session, DEADLINE_S)
+                    assert time.monotonic() - began < 2 * DEADLINE_S + SLACK_S, (at, attempt)
+                    assert free(session), (at, attempt)
+                    assert tokens_of(session) > before + 10
+                    assert attempt.error is not None, (at, attempt)
+                    if attempt.verdict is Verdict.ABANDONED:
+                        abandoned += 1
+                        assert read_back(tmp_path).snapshot == published
+                    else:
+                        assert attempt.step == "collect garbage", (at, attempt)
+                        published = attempt.snapshot
+                    assert session.counters.snapshots_abandoned == abandoned
+                    await goes_on(session)
+                # The call still hangs; others are admitted and decoded all the same.
+                assert len((await ask(wrapped, OTHER, greedy(5), f"new-{at}")).token_ids) == 5
+                hanging.let_go()
+                attempt = await take_snapshot(session, 30.0)
+                assert attempt.verdict is Verdict.PUBLISHED, (at, attempt)
+                published = attempt.snapshot
+                assert published == read_back(tmp_path).snapshot
+            assert abandoned >= 4
+            captured = {call.request.rollout: call.n_tokens for call in session.table._calls.values()}
+        stored = read_back(tmp_path)
+        for name, n_tokens in captured.items():
+            assert stored.entries[name].n_tokens >= n_tokens
+
+    on_loop(scenario())
+
+
+def test_a_store_that_never_answers_does_not_keep_a_session_from_stopping(
+    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, faults: Faults
+) -> None:
+    """W5: the last snapshot has a deadline too."""
+    hanging = Hanging()
+    faults(hanging)
+
+    async def scenario() -> None:
+        async with capturing(engine, tmp_path, flush=0) as (wrapped, session):
+            await ask(wrapped, PROMPT, greedy(10), "r")
+            hanging.arm(1)
+            began = time.monotonic()
+            attempt = await session.stop(timeout_s=DEADLINE_S)
+            assert time.monotonic() - began < 2 * DEADLINE_S + SLACK_S
+            assert attempt is not None and attempt.verdict is Verdict.ABANDONED
+            hanging.let_go()
+
+    on_loop(scenario())
+
+
+def test_f1_a_full_disk_costs_nothing_but_time(
+    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, faults: Faults
+) -> None:
+    """F1: no segment can be written for a while. Decoding goes on, what was captured is carried, the counters say so,
+    snapshots are abandoned and the last one is intact; with room again everything is stored, in order.
+    """
+    full = False
+
+    def plan(verb: Verb, key: str) -> Step:
+        return RaiseBefore(StoreFull("no space left on device")) if full and key.startswith("seg/") else PASS
+
+    faults(plan)
+
+    async def scenario() -> None:
+        nonlocal full
+        whole = await ask(engine, PROMPT, greedy(200), "bare")
+        async with capturing(engine, tmp_path, flush=8) as (wrapped, session):
+            await ask(wrapped, OTHER, greedy(20), "before")
+            assert (await take_snapshot(session)).verdict is Verdict.PUBLISHED
+            first = read_back(tmp_path)
+            full = True
+            answer = await ask(wrapped, PROMPT, greedy(200), "r")
+            assert_same(answer, whole)
+            attempt = await take_snapshot(session)
+            assert (attempt.verdict, attempt.step) == (Verdict.ABANDONED, "stage"), attempt
+            assert "no space left" in str(attempt.error)
+            counters = session.stager.counters
+            assert counters.failures >= 1 and counters.backlog_records >= 2
+            assert "no space left" in counters.last_failure
+            assert "no space left" in session.counters.last_abandoned
+            assert free(session)
+            again = read_back(tmp_path)
+            assert (again.snapshot, set(again.entries)) == (first.snapshot, {"before"})
+            full = False
+            assert (await take_snapshot(session)).verdict is Verdict.PUBLISHED
+            assert counters.backlog_records == 0
+        stored = read_back(tmp_path)
+        assert stored.transcripts["r"].token_ids.tolist() == whole.token_ids
+        assert stored.entries["r"].state == ENDED
+
+    on_loop(scenario())
