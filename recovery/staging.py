@@ -140,7 +140,9 @@ class Stager:
         staged: Staged | None = None
         try:
             if self._backlog:
-                staged = self._store_segment([item.to_chunk() if isinstance(item, Run) else item for item in self._backlog])
+                staged = self._store_segment(
+                    [item.to_chunk() if isinstance(item, Run) else item for item in self._backlog]
+                )
         except RecoveryError as error:
             self.counters.failures += 1
             self.counters.last_failure = error.message

@@ -22,7 +22,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from recovery.errors import CredentialsRefused, StoreUnavailable
+from recovery.errors import CredentialsRefused, ObjectMissing, StoreUnavailable
 from recovery.ports import ObjectStore
 from recovery.slots import SlotLog
 from snapshot_inspect import cli, places
@@ -126,10 +126,17 @@ def disk(tmp_path: Path) -> Callable[[ObjectStore], str]:
 # ---- situations ----------------------------------------------------------------------------------------------------
 
 
+def _ledger_key(store: ObjectStore, seq: int = 5) -> str:
+    try:
+        return str(json.loads(store.get(f"log/{seq:012d}.json"))["body"]["ledger"]["key"])
+    except (ObjectMissing, ValueError, KeyError):
+        return "no ledger"
+
+
 def corrupt_newest() -> MemoryStore:
     """A flipped bit in the newest ledger object."""
     store = made(stores.several)
-    key = json.loads(store.get("log/000000000005.json"))["body"]["ledger"]["key"]
+    key = _ledger_key(store)
     stores.replace(store, key, stores.flip(store.get(key), 2000))
     return store
 
@@ -176,6 +183,7 @@ INSTEAD = "what a restore takes instead: snapshot-inspect latest --check "
 SKIPPED = "note: log slot 5 cannot be used: log slot 5 is not JSON"
 UNKNOWN = "log slot 5 requires sharded-log, which this version does not know"
 
+# KEY stands for the ledger object of snapshot 5.
 SITUATIONS: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[int, str]]]] = {
     "empty": (
         lambda: made(stores.empty),
@@ -190,10 +198,10 @@ SITUATIONS: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[int, str]
         corrupt_newest,
         {
             **FINE,
-            "check": (1, f"passed over  snapshot 5: ledger/e000001/24bd1f1dd2d070c1.arrow {SUM}"),
+            "check": (1, f"passed over  snapshot 5: KEY {SUM}"),
             "verify": (1, "1 problem found"),
-            "data": (1, f"problem  ledger/e000001/24bd1f1dd2d070c1.arrow {SUM}\nin       snapshot 5"),
-            "calls": (1, f"error: snapshot 5: ledger/e000001/24bd1f1dd2d070c1.arrow {SUM}\n  {INSTEAD}"),
+            "data": (1, f"problem  KEY {SUM}\nin       snapshot 5"),
+            "calls": (1, f"error: snapshot 5: KEY {SUM}\n  {INSTEAD}"),
             "cat": (1, INSTEAD),
         },
     ),
@@ -228,7 +236,7 @@ SITUATIONS: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[int, str]
         lambda: stores.with_newer_ledger(made(stores.several)),
         {
             **FINE,
-            "check": (1, "passed over  snapshot 5: ledger/e000001/24bd1f1dd2d070c1.arrow: "),
+            "check": (1, "passed over  snapshot 5: KEY: "),
             "verify": (13, "not understood  5"),
             "data": (13, "version 2; this program reads 'prefix-recovery/ledger' version 1"),
             "calls": (13, "version 2; this program reads 'prefix-recovery/ledger' version 1"),
@@ -250,7 +258,7 @@ def test_every_verb_in_every_situation(verb: str, situation: str, run: Run, disk
     ran = run(*(disk(store) if word == "STORE" else word for word in VERBS[verb]))
     code, says = expected[verb]
     assert ran.code == code, ran
-    assert says in ran.out + ran.err
+    assert says.replace("KEY", _ledger_key(store)) in ran.out + ran.err
     assert bool(ran.err) == ((ran.err.startswith(("error: ", "note: ")) and code != 0) or "note: " in ran.err)
 
 

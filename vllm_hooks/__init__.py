@@ -6,5 +6,6 @@ Does not know: vLLM until an engine is handed in; importing this loads no engine
 
 from vllm_hooks.capture import RecoverableEngine
 from vllm_hooks.session import RecoverySession
+from vllm_hooks.start import open_session
 
-__all__ = ["RecoverableEngine", "RecoverySession"]
+__all__ = ["RecoverableEngine", "RecoverySession", "open_session"]

@@ -39,6 +39,7 @@ from vllm_hooks.deliveries import Deliveries
 from vllm_hooks.fleet import LoopFleet
 from vllm_hooks.flushing import Flushing
 from vllm_hooks.opening import Opened, open_store_for, read_ended
+from vllm_hooks.parity import NOT_TESTED
 from vllm_hooks.pull import Polling, Pulled, PullReader
 from vllm_hooks.snapshot_loop import SnapshotLoop
 
@@ -62,6 +63,7 @@ class RecoverySession:
 
     `source_digests` maps a request id to the digest of the caller's own row, recorded with the call.
     `version` is the policy version that samples from here on; set it after a weight update.
+    `parity`: what the self-test saw, if there was one.
     `pulls`: set it where parity.self_test saw the pull capture agree; FINAL_ONLY requests are then read, not streamed.
     `on_tokens`, if set, is told on the loop of each captured engine output: the call and its number of new tokens.
     """
@@ -75,6 +77,7 @@ class RecoverySession:
         self.source_digests: Mapping[str, str] = {}
         self.version = PolicyVersion()
         self.pulls = False
+        self.parity = NOT_TESTED
         self.on_tokens: Callable[[LiveCall, int], None] | None = None
         self.gate = AdmissionGate()
         self.table = CallTable()

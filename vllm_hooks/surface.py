@@ -116,8 +116,8 @@ async def prompt_token_ids(
         for kind in ("multi_modal_data", "mm_kwargs", "prompt_embeds", "encoder_prompt", "mm_processor_kwargs"):
             if prompt.get(kind):
                 return None, prompt, kind
-    rendered_already = isinstance(prompt, Mapping) and ("type" in prompt or not tokenization)
-    if rendered_already and prompt.get("prompt_token_ids") is not None:
+    has_ids = isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None
+    if isinstance(prompt, Mapping) and has_ids and ("type" in prompt or not tokenization):
         return np.asarray(prompt["prompt_token_ids"], dtype=np.int32), prompt, ""
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 

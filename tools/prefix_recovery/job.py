@@ -27,13 +27,12 @@ from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import BadLine, PromptFile, Sample, read_prompts
 from prefix_recovery.results import OutputLock, Results, write_errors
 from prefix_recovery.tally import Tally
-from recovery.config import JobConfig, effective_mode
+from recovery.config import JobConfig
 from recovery.coordinator import Attempt
 from recovery.errors import EngineDead, RecoveryError
 from recovery.protocol import Verdict
 from vllm_hooks import RecoverySession, surface
-from vllm_hooks.fingerprint import engine_fields
-from vllm_hooks.parity import NOT_TESTED, Parity, self_test
+from vllm_hooks.start import open_session
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,38 +125,25 @@ class _Run:
         finally:
             engine.close()
 
-    async def _grade(self, llm: Any, progress: Progress) -> Parity:
-        """What this engine's resumes may claim, and which capture may be used."""
-        if not self._options.self_test or effective_mode(self._config) == "off":
-            return NOT_TESTED
-        parity = await self_test(llm)
-        progress.say(
-            f"self-test: {parity.n_calls - parity.n_different} of {parity.n_calls} resumed calls equal, "
-            f"largest logprob gap {parity.largest_gap:.2g}: resumes are {parity.grade}; "
-            f"capture by {'reading the front end' if parity.pull_agrees else 'streaming'}"
-        )
-        return parity
-
-    def _open_session(self, llm: Any, parity: Parity, progress: Progress) -> RecoverySession:
-        block = self._config.rollout_checkpointing
-        if effective_mode(block) == "off":
-            return RecoverySession.open(block)
-        must, recorded = engine_fields(llm)
-        must["job.samples_per_prompt"] = self._config.samples_per_prompt
-        session = RecoverySession.open(
-            block,
-            must=must,
-            recorded=recorded,
-            stop=surface.stop_rules(llm),
-            exactness=parity.grade,
+    async def _open_session(self, llm: Any, progress: Progress) -> RecoverySession:
+        session = await open_session(
+            llm,
+            self._config.rollout_checkpointing,
+            must={"job.samples_per_prompt": self._config.samples_per_prompt},
+            test=self._options.self_test,
             keeps_results=True,
         )
         self._captured = lambda: session.counters.tokens_captured
-        restored = session.restored
-        assert restored is not None
-        for item in restored.passed_over:
+        parity, restored = session.parity, session.restored
+        if parity.n_calls:
+            progress.say(
+                f"self-test: {parity.n_calls - parity.n_different} of {parity.n_calls} resumed calls equal, "
+                f"largest logprob gap {parity.largest_gap:.2g}: resumes are {parity.grade}; "
+                f"capture by {'reading the front end' if parity.pull_agrees else 'streaming'}"
+            )
+        for item in restored.passed_over if restored else ():
             progress.say(f"passed over {item.what}: {item.reason}")
-        if restored.snapshot is not None or restored.adopted_segments:
+        if restored is not None and (restored.snapshot is not None or restored.adopted_segments):
             progress.say(
                 f"continuing from snapshot {restored.snapshot or 'none'}, {restored.adopted_segments} later segments: "
                 f"{len(restored.calls)} calls in flight, {restored.tokens_reused} tokens of them kept"
@@ -167,11 +153,8 @@ class _Run:
     async def _loop(self, llm: Any, progress: Progress) -> Outcome:
         stop = asyncio.Event()
         self._catch_signals(stop)
-        parity = await self._grade(llm, progress)
-        session = await asyncio.to_thread(self._open_session, llm, parity, progress)
-        session.pulls = parity.pull_agrees
+        session = await self._open_session(llm, progress)
         tally = Tally(self._options.tally, len(self._samples)) if self._options.tally else None
-        session.start()
         dispatch = Dispatch(self._config, llm, session, self._results, self._samples, progress, tally)
         todo: list[Sample] = dispatch.match()
         progress.finished(dispatch.outcome.rows_from_store)

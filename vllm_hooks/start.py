@@ -1,0 +1,62 @@
+"""From an engine and a configuration to a started session, the way most callers want it.
+
+Owns: the order self-test, fingerprint, restore, start.
+Does not know: what is captured, what is restored.
+
+Invariant:
+1. What blocks (reading model files, the store) runs off the event loop; what needs the loop runs on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from recovery.config import CheckpointingConfig, effective_mode
+from vllm_hooks import surface
+from vllm_hooks.fingerprint import engine_fields
+from vllm_hooks.parity import NOT_TESTED, self_test
+from vllm_hooks.session import RecoverySession
+
+
+async def open_session(
+    engine: Any,
+    config: CheckpointingConfig,
+    *,
+    must: Mapping[str, Any] | None = None,
+    owner: str = "",
+    test: bool = True,
+    keeps_results: bool = False,
+) -> RecoverySession:
+    """Claim and restore the store of `config` for this engine, and begin to capture. Call it on the engine's loop.
+
+    Args:
+        engine: a vLLM AsyncLLM.
+        config: the block `rollout_checkpointing`; with mode `off` nothing is done and the session captures nothing.
+        must: further fields of which a difference refuses a restore, beside those of the engine.
+        owner: who this is, for people.
+        test: run the parity self-test (seconds); without it resumes claim `statistical` and FINAL_ONLY is streamed.
+        keeps_results: see RecoverySession.open.
+
+    Raises RecoveryError and its kin: see recovery.errors for the exit codes.
+    """
+    if effective_mode(config) == "off":
+        return RecoverySession(config, None)
+    parity = await self_test(engine) if test else NOT_TESTED
+    own, recorded = await asyncio.to_thread(engine_fields, engine)
+    session = await asyncio.to_thread(
+        lambda: RecoverySession.open(
+            config,
+            must={**own, **(must or {})},
+            recorded=recorded,
+            stop=surface.stop_rules(engine),
+            owner=owner,
+            exactness=parity.grade,
+            keeps_results=keeps_results,
+        )
+    )
+    session.parity = parity
+    session.pulls = parity.pull_agrees
+    session.start()
+    return session
