@@ -179,14 +179,14 @@ class Coordinator:
         if unexpected is not None:
             raise unexpected
         if attempt.verdict is Verdict.PUBLISHED:
-            self._collect(attempt)
+            self._collect(attempt, deadline)
         return attempt
 
-    def _collect(self, attempt: Attempt) -> None:
+    def _collect(self, attempt: Attempt, deadline: float) -> None:
         """Hint and garbage: after everybody was released. A failure leaves garbage for later, not damage."""
         began = self._clock.monotonic()
         try:
-            attempt.collected = self._bounded(self._publication.collect, self._timeout_s)
+            attempt.collected = self._bounded(self._publication.collect, self._left(deadline))
         except RecoveryError as error:
             attempt.error, attempt.step = error, "collect garbage"
         attempt.seconds["collect garbage"] = self._clock.monotonic() - began

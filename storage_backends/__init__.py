@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recovery.errors import ConfigError
 
@@ -25,14 +25,17 @@ __all__ = ["open_store"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _LOST_SLASH = re.compile(r"(file|memory|s3|s3a|gs|gcs|az|abfs|abfss|hdfs|http|https):", re.IGNORECASE)
-_SUPPORTED = "this version keeps stores in a local folder (a path, or file:///a/path) or in memory://name"
+_SUPPORTED = "stores lie in a local folder (a path, or file:///a/path), in a bucket (s3://bucket/prefix) or in memory://name"
+
+_NO_OPTIONS = "only stores on s3:// have options"
 
 
-def open_store(url: str | os.PathLike[str], *, create: bool = False) -> ObjectStore:
-    """The store at `url`: a path or `file://` on this machine, `memory://name` in this process.
+def open_store(url: str | os.PathLike[str], *, create: bool = False, **options: Any) -> ObjectStore:
+    """The store at `url`: a path or `file://` on this machine, `s3://bucket/prefix`, `memory://name` in this process.
 
-    With `create` a missing local folder is made, and what crashed writers left unfinished is swept. Without it a
-    folder that is not there is NoStore.
+    With `create` a missing local folder is made, and what crashed writers left unfinished is swept; a bucket, which is
+    never made, is tried for atomic create. Without `create` a folder that is not there is NoStore, and nothing is sent
+    to a bucket before the first verb. `options` are those of a store on S3 (s3_options.S3Options, docs/s3.md).
     """
     text = os.fspath(url)
     if not text or "\0" in text:
@@ -42,8 +45,14 @@ def open_store(url: str | os.PathLike[str], *, create: bool = False) -> ObjectSt
         if isinstance(url, str) and (lost := _LOST_SLASH.match(text)):
             hint = f"write {lost[1]}://… for an address, or ./{text} for a folder of that name; {_SUPPORTED}"
             raise ConfigError(f"{text!r} is neither an address nor clearly a path", hint=hint)
+        if options:
+            raise ConfigError(f"{text}: no such option here: {', '.join(options)}", hint=_NO_OPTIONS)
         return _local(os.path.expanduser(text) if text == "~" or text.startswith("~/") else text, create)
     scheme, rest = match[1].lower(), match[2]
+    if scheme == "s3":
+        return _s3(text, create, options)
+    if options:
+        raise ConfigError(f"{text}: no such option here: {', '.join(options)}", hint=_NO_OPTIONS)
     if scheme == "file":
         return _local(_path_of(text, rest), create)
     if scheme == "memory":
@@ -65,6 +74,17 @@ def _local(path: str, create: bool) -> ObjectStore:
     from storage_backends.roots import open_local
 
     return open_local(path, create=create)
+
+
+def _s3(url: str, create: bool, options: dict[str, Any]) -> ObjectStore:
+    try:
+        from storage_backends.s3 import open_s3
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{url}: a store on S3 needs {error.name}, which is not installed",
+            hint="pip install 'prefix-recovery[s3]'",
+        ) from error
+    return open_s3(url, create=create, **options)
 
 
 def _memory(url: str, name: str) -> ObjectStore:

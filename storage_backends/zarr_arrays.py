@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from recovery.errors import Damaged, FormatNotUnderstood
+from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood
 from storage_backends import strict_json
 from storage_backends.sums import crc32c
 
@@ -34,14 +34,13 @@ FORMAT = "prefix-recovery/segment"
 VERSION = 1
 RECORDS_PER_BATCH = 64
 CHUNK_VALUES_MAX = 1 << 16
-"""A longer run of values becomes several chunks; so the padding of the last one, and what a chunk may claim, is small."""
+"""More values become several chunks: so the padding of the last one, and what a chunk may claim, stay small."""
 
 DOCUMENT_BYTES_MAX = 64 << 10
 HEADER_BYTES_MAX = 64 << 20
 NO_RECORD = 255
 """`kind` behind the last record."""
 
-_ZSTD = pa.Codec("zstd", compression_level=1)
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _TYPES = {"u1": "uint8", "<u4": "uint32", "<u8": "uint64", "<i4": "int32", "<f4": "float32", "?": "bool"}
 
@@ -148,7 +147,7 @@ def _document(name: str, layout: Layout) -> dict[str, Any]:
 
 
 def check_group(data: bytes | memoryview, what: str) -> None:
-    """Raises FormatNotUnderstood unless the group says that it is a segment of this version, Damaged if it says nothing."""
+    """Raises FormatNotUnderstood unless the group says that it is a segment of this version."""
     group = _parse(data, f"zarr.json of {what}", HEADER_BYTES_MAX)
     if group.get("zarr_format") != 3 or group.get("node_type") != "group":
         raise Damaged(f"{what} is no Zarr group of format 3")
@@ -200,7 +199,10 @@ def _length(document: dict[str, Any], what: str) -> tuple[int, int]:
     """Length and chunk length along the first axis."""
     grid = strict_json.take(document, "chunk_grid", dict, what)
     configuration = strict_json.take(grid, "configuration", dict, what)
-    shapes = [strict_json.take(document, "shape", list, what), strict_json.take(configuration, "chunk_shape", list, what)]
+    shapes = [
+        strict_json.take(document, "shape", list, what),
+        strict_json.take(configuration, "chunk_shape", list, what),
+    ]
     firsts = [strict_json.take_number({"length": (shape or [None])[0]}, "length", what) for shape in shapes]
     return firsts[0], firsts[1]
 
@@ -219,7 +221,7 @@ def pack_chunk(name: str, values: Array, length: int) -> bytes:
     if len(values) < length:
         rest = np.full((length - len(values), *kind.element), kind.fill, kind.dtype)
         values = np.concatenate([values, rest])
-    frame = _ZSTD.compress(np.ascontiguousarray(values, kind.dtype).data.cast("B"), asbytes=True)
+    frame = _zstd().compress(np.ascontiguousarray(values, kind.dtype).data.cast("B"), asbytes=True)
     return frame + crc32c(frame).to_bytes(4, "little")
 
 
@@ -236,10 +238,11 @@ def claimed_length(name: str, data: memoryview, what: str) -> int:
 def unpack_chunk(name: str, data: memoryview, length: int, what: str) -> Array:
     """The elements of a chunk of which `claimed_length` is `length`; read-only."""
     kind = ARRAYS[name]
-    if crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
-        raise Damaged(f"{what} does not have the crc32c that it ends with")
+    frame = bytes(data[:-4])
+    if crc32c(frame) != int.from_bytes(data[-4:], "little"):
+        raise DigestMismatch(f"{what} does not have the crc32c that it ends with")
     try:
-        raw = _ZSTD.decompress(data[:-4], decompressed_size=length * kind.element_nbytes)
+        raw = _zstd().decompress(frame, decompressed_size=length * kind.element_nbytes, asbytes=True)
     except (OSError, ValueError) as error:
         raise Damaged(f"{what} cannot be decompressed: {error}") from error
     dtype = np.dtype("u1") if kind.dtype == "?" else np.dtype(kind.dtype)
@@ -248,8 +251,12 @@ def unpack_chunk(name: str, data: memoryview, length: int, what: str) -> Array:
         if values.max() > 1:
             raise Damaged(f"{what} has a value that is neither true nor false")
         values = values.view(np.bool_)
-    values.flags.writeable = False
     return values
+
+
+def _zstd() -> pa.Codec:
+    """A codec for one use: it costs nothing to make, and no thread shares its state."""
+    return pa.Codec("zstd", compression_level=1)
 
 
 def _content_nbytes(frame: memoryview) -> int:

@@ -4,7 +4,7 @@ Owns: writing such a file; taking it, or any run of its entries, apart again wit
 Does not know: which entries there are, Zarr.
 
 Invariants:
-1. The same entries give the same bytes: nothing is compressed, every entry is dated 1980-01-01, there is no extra field.
+1. The same entries give the same bytes: nothing is compressed, every date is 1980-01-01, there are no extra fields.
 2. Only what `write` writes is read: an entry whose header is not the one that its name and data give, or a directory
    that is not the one that the entries give, is Damaged. So there are no hidden, doubled or overlapping entries.
 3. Nothing is copied or allocated in proportion to a number that was read.
@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from recovery.errors import Damaged
+from recovery.errors import Damaged, DigestMismatch
 
 FILE_BYTES_MAX = (1 << 32) - 2
 """A position of 2**32 - 1 would stand for one that is written elsewhere."""
@@ -102,7 +102,7 @@ def _entries(data: bytes, what: str) -> list[Entry]:
 def _entry(view: memoryview, at: int, what: str) -> Entry:
     if at + _LOCAL.size > len(view):
         raise Damaged(f"{what} ends inside the header of an entry")
-    *_, nbytes, _, name_nbytes, _ = _LOCAL.unpack_from(view, at)
+    *_, crc32, nbytes, _, name_nbytes, _ = _LOCAL.unpack_from(view, at)
     first = at + _LOCAL.size + name_nbytes
     if name_nbytes > NAME_BYTES_MAX or first + nbytes > len(view):
         raise Damaged(f"{what}: the entry at byte {at} is longer than the file")
@@ -110,10 +110,11 @@ def _entry(view: memoryview, at: int, what: str) -> Entry:
         name = str(view[at + _LOCAL.size : first], "ascii")
     except UnicodeDecodeError as error:
         raise Damaged(f"{what}: the entry at byte {at} has no readable name") from error
-    content = view[first : first + nbytes]
-    entry = Entry(name, at, zlib.crc32(content), content)
+    entry = Entry(name, at, crc32, view[first : first + nbytes])
     if view[at:first] != _header(entry):
-        raise Damaged(f"{what}: the header of entry {name!r:.100} does not fit the entry")
+        raise Damaged(f"{what}: entry {name!r:.100} is not a stored one without anything special")
+    if zlib.crc32(entry.data) != crc32:
+        raise DigestMismatch(f"{what}: entry {name!r:.100} does not have the crc32 that its header states")
     return entry
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -216,7 +216,19 @@ def collected(store: ObjectStore) -> Job:
     return job
 
 
+def made(make: Callable[[ObjectStore], Any]) -> MemoryStore:
+    store = MemoryStore()
+    job = make(store)
+    if job is not None:
+        job.close()
+    return store
+
+
 # ---- stores under a test's hands -----------------------------------------------------------------------------------
+
+
+def keys(store: ObjectStore, prefix: str) -> list[str]:
+    return [item.key for item in store.list(prefix)]
 
 
 def objects_of(store: ObjectStore) -> dict[str, bytes]:

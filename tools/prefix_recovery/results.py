@@ -50,18 +50,35 @@ class OutputLock:
                 f"cannot write beside the output file {self.path}: {error.strerror}",
                 hint="check `output` in the config and the permissions of its folder",
             ) from error
+        ended: list[Identity] = []
+        if not self._try_lock():
+            # An engine is forked and keeps the lock of a run that was killed, until it is ended too.
+            holder = Identity.from_json(self._read().get("run"))
+            if holder is not None and not holder.alive():
+                ended = end_leftovers(self._noted())
+            if not self._try_lock():
+                os.close(self._fd)
+                self._fd = -1
+                raise Locked(
+                    f"another run holds the output {self.path.with_suffix('')} (pid {holder.pid if holder else '?'})",
+                    hint="wait for it, or end it with SIGTERM and run again",
+                )
+        ended += end_leftovers(self._noted())
+        self.note([])
+        return ended
+
+    def _try_lock(self) -> bool:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = self._read().get("run", {})
-            raise Locked(
-                f"another run holds the output {self.path.with_suffix('')} (pid {holder.get('pid', 'unknown')})",
-                hint="wait for it, or end it with SIGTERM and run again",
-            ) from None
-        left = [Identity.from_json(item) for item in self._read().get("children", [])]
-        ended = end_leftovers(item for item in left if item is not None)
-        self.note([])
-        return ended
+            return False
+        return True
+
+    def _noted(self) -> list[Identity]:
+        """The processes that the last run noted as its own."""
+        children = self._read().get("children", [])
+        found = [Identity.from_json(item) for item in children] if isinstance(children, list) else []
+        return [item for item in found if item is not None]
 
     def note(self, children: Iterable[Identity]) -> None:
         """Write down which processes this run started."""
@@ -132,7 +149,8 @@ class Results:
             row = json.loads(raw)
         except ValueError as error:
             # A kill leaves the beginning of a row; a power failure may leave zeros where it should be.
-            torn = raw.startswith(b'{"id": ') or not raw.strip(b"\0")
+            begin = b'{"id": '
+            torn = raw.startswith(begin) or begin.startswith(raw) or not raw.strip(b"\0")
             if torn and not raw.endswith(b"\n"):
                 return False
             raise self._foreign(number, "it is not JSON") from error

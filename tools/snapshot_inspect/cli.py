@@ -41,7 +41,7 @@ EXAMPLES = (
     ("cat", "snapshot-inspect cat runs/17 p-3", "one call: tokens, logprobs, policy versions, text"),
 )
 
-_STORE = "a folder, or an address that open_store takes"
+_STORE = "the store's folder, or its address (file:///a/path)"
 _ID = "`latest`, a snapshot's number, or the digits that only one number begins with (default: latest)"
 _CODES = (
     "exit codes: 0 fine, 1 problem found, 2 usage, 3 partly done, 10 no store there, 12 no permission, "

@@ -207,7 +207,7 @@ def verification(place: Place, found: Verification) -> Document:
             "store_id": _text(mark.get("store_id")),
             "writer": _text(mark.get("writer")),
         },
-        "tail": max(found.position.beyond, default=found.position.tail),
+        "tail": found.position.top,
         "hint": {"state": hint.state, "tail": hint.tail},
         "checked": asdict(found.tally),
         "snapshots": [asdict(status) for status in found.snapshots],

@@ -21,7 +21,7 @@ from snapshot_inspect.newest import Adopted
 
 @dataclass(frozen=True, slots=True)
 class Unreferenced:
-    """An object of the store that no sound snapshot needs, and what becomes of it."""
+    """An object of the store that no snapshot refers to, and what becomes of it."""
 
     key: str
     nbytes: int
@@ -58,5 +58,5 @@ def unreferenced(
         elif key in about_to_go:
             why = "named in a gc slot: deleted after one more snapshot"
         else:
-            why = "no sound snapshot needs it: a later run collects it"
+            why = "no snapshot refers to it: a later run collects it"
         yield Unreferenced(key, item.nbytes, why)

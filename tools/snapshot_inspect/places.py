@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from recovery.errors import NoStore
+from recovery.errors import Damaged, NoStore
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.snapshots import FORMAT_KEY, check_root
 from storage_backends import open_store
@@ -41,7 +41,7 @@ def open_place(address: str) -> Place:
     """The store at `address`. Raises NoStore, FormatNotUnderstood, or what the storage system says."""
     store = open_store(address)
     try:
-        return Place(address, store, check_root(store))
+        return Place(address, store, _mark(store, address))
     except NoStore as error:
         below = stores_below(store)
         if not below:
@@ -57,7 +57,7 @@ def open_folder(address: str) -> list[tuple[str, str]]:
     """(name, address) of every store right below `address`; empty if it is a store itself. Raises NoStore."""
     store = open_store(address)
     try:
-        check_root(store)
+        _mark(store, address)
         return []
     except NoStore as error:
         below = stores_below(store)
@@ -65,6 +65,14 @@ def open_folder(address: str) -> list[tuple[str, str]]:
             message = f"there is no store at {address}: neither it nor a folder right below it has a {FORMAT_KEY}"
             raise NoStore(message, hint=error.hint) from None
         return [(name, os.path.join(_path(store), name)) for name in below]
+
+
+def _mark(store: ObjectStore, address: str) -> dict[str, Any]:
+    try:
+        return check_root(store)
+    except Damaged as error:
+        hint = f"it is written once and never changed: put {FORMAT_KEY} back from a copy of the store"
+        raise Damaged(f"{address}: {error.message}", hint=hint) from error
 
 
 def _path(store: ObjectStore) -> str:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Fact = tuple[str, str]
 GAP = "  "
+TABLE_ROWS_MAX = 2000
+"""Above it a terminal gets plain rows too: laying out a table takes a while, and nobody looks at its lines."""
 
 
 class Screen:
@@ -57,19 +59,28 @@ class Screen:
     def rows(self, heads: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[str] = frozenset()) -> None:
         """A table; the columns whose heads are in `right` are aligned there."""
         cells = [[printable(cell) for cell in row] for row in rows]
-        if self._console is None:
+        if self._console is None or len(cells) > TABLE_ROWS_MAX:
             self._plain(heads, cells, right)
             return
+        self._table(self._console, heads, cells, right)
+
+    def _table(self, console: Console, heads: Sequence[str], rows: list[list[str]], right: frozenset[str]) -> None:
+        """Without the columns that are empty; wider than the terminal rather than folded into narrow columns."""
         from rich.box import SIMPLE_HEAD
+        from rich.measure import Measurement
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for head in heads:
-            table.add_column(head, justify="right" if head in right else "left", overflow="fold")
-        for row in cells:
-            table.add_row(*(Text(cell) for cell in row))
-        self._console.print(table)
+        shown = [i for i in range(len(heads)) if not rows or any(row[i] for row in rows)]
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+        for i in shown:
+            table.add_column(heads[i], justify="right" if heads[i] in right else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(row[i]) for i in shown))
+        width = console.width
+        console.width = max(width, Measurement.get(console, console.options.update(max_width=1 << 16), table).maximum)
+        console.print(table, soft_wrap=True)
+        console.width = width
 
     def _plain(self, heads: Sequence[str], rows: list[list[str]], right: frozenset[str]) -> None:
         table = [list(heads), *([cell or "-" for cell in row] for row in rows)]

@@ -63,6 +63,11 @@ class Position:
     beyond: tuple[int, ...] = ()
 
     @property
+    def top(self) -> int:
+        """The largest slot number that there is, beyond a gap too."""
+        return self.beyond[-1] if self.beyond else self.tail
+
+    @property
     def gap(self) -> Unreadable | None:
         if not self.beyond:
             return None

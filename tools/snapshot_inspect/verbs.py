@@ -46,9 +46,9 @@ def list_(args: Namespace, now: float) -> Answer:
     place = open_place(args.store)
     at = position(place.store)
     ledger_keys = {item.key for item in place.store.list("ledger/")}
-    found: list[Snapshot | Unreadable] = [] if at.gap is None else [at.gap]
+    found: list[Snapshot | Unreadable] = []
     n = 0
-    for item in snapshots(place.store, at.tail):
+    for item in snapshots(place.store, at.top):
         found.append(item)
         n += isinstance(item, Snapshot)
         if n == args.last:

@@ -113,8 +113,7 @@ class _Work:
     # ---- the log ---------------------------------------------------------------------------------------------------
 
     def read_log(self) -> None:
-        top = max(self._at.beyond, default=self._at.tail)
-        for found in walk(self._store, top):
+        for found in walk(self._store, self._at.top):
             if isinstance(found, Unreadable):
                 self._log.append(Problem.of(slot_key(found.seq), found.error))
             else:

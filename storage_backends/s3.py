@@ -1,0 +1,253 @@
+"""S3Store: the five verbs over a bucket and a prefix in it, on S3 and what speaks its language.
+
+Owns: which request each verb makes, and what its answer means for the caller.
+Does not know: how requests are sent (s3_connection.py), repeated (s3_retry.py), or told apart when they fail
+(s3_failures.py); what is stored.
+
+Invariants:
+1. Every object is one PUT of all its bytes with their crc32c, so that the server can refuse what arrives changed. No
+   multipart upload is ever begun.
+2. A create is a PUT with `If-None-Match: *`. EXISTS says that the key exists: an earlier try of the same call may have
+   made it (s3_retry.py here, or the HTTP library on a connection that broke). Who must know reads back.
+3. A create without a definite answer is OutcomeUnknown; any other verb without one is StoreUnavailable.
+4. What is listed comes from the server, never from a cache, and is put in order here: some servers list folder by folder.
+5. Safe in threads, after fork and in a thread with a running event loop (s3_connection.py).
+6. `exclusive` looks before it creates and does not need the server's word. It fences nobody.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from recovery.errors import ConfigError, RecoveryError
+from recovery.ports import Listed, Put
+from storage_backends.keys import check_key, check_prefix, check_range, is_key
+from storage_backends.s3_connection import Client, Connection, S3Counters
+from storage_backends.s3_failures import Failure, Kind, Request, error_of
+from storage_backends.s3_options import KEY_BYTES_MAX, check_bucket, check_options, check_root, parse_address
+from storage_backends.s3_retry import Done, Failed, Pace, attempt
+from storage_backends.sums import crc32c
+
+T = TypeVar("T")
+_Listing = list[Listed]
+
+SLOWEST_BYTES_S = 1 << 20
+"""A transfer that is slower than this is given up."""
+
+_BELOW_SLASH = re.compile(r"[\x00-.]")
+
+
+class S3Store:
+    """An ObjectStore under `prefix` of `bucket`. Options: s3_options.S3Options. Nothing is sent before the first verb."""
+
+    def __init__(self, bucket: str, prefix: str = "", *, pace: Pace | None = None, **options: Any) -> None:
+        self.bucket = check_bucket(bucket)
+        self.prefix = check_root(prefix)
+        self.options = check_options(options)
+        self._pace = pace or Pace()
+        self._connection = Connection(self.options)
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    @property
+    def endpoint(self) -> str:
+        """The server's address; before the first request only as far as it was given."""
+        return self._here.endpoint
+
+    @property
+    def counters(self) -> S3Counters:
+        """What this process's requests cost."""
+        return self._connection.here().counters
+
+    def under(self, prefix: str) -> S3Store:
+        """The store at another prefix of the same bucket, on the same connections."""
+        other = S3Store.__new__(S3Store)
+        other.__dict__ |= self.__dict__ | {"prefix": check_root(prefix)}
+        return other
+
+    # ---- the five verbs ----------------------------------------------------------------------------------------
+
+    def put_new(self, key: str, data: bytes) -> Put:
+        if self.options.exclusive and self._exists(key):
+            return Put.EXISTS
+        result = self.try_create(key, data)
+        if isinstance(result, Put):
+            return result
+        if self.options.exclusive and result.failure.kind is Kind.NOT_IMPLEMENTED:
+            self._put(key, data)
+            return Put.CREATED
+        raise self.error(result, "PutObject", key, maybe_done=result.lost)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._put(key, data)
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        where = self._where(key)
+        check_range(start, end)
+        empty = end is not None and end <= start
+        stop = start + 1 if empty else end
+        if start or stop is not None:
+            where["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
+
+        async def work(fs: Any) -> bytes:
+            answer = await fs._call_s3("get_object", **where)
+            try:
+                data: bytes = await answer["Body"].read()
+            finally:
+                answer["Body"].close()
+            if "Range" in where and answer["ResponseMetadata"]["HTTPStatusCode"] != 206:
+                data = data[start:stop]  # a server may pass over a range and give all
+            return data
+
+        nbytes = 0 if end is None else end - start
+        result = self._attempt(work, nbytes=nbytes)
+        match result:
+            case Done(data):
+                return b"" if empty else data
+            case Failed(failure=Failure(kind=Kind.NO_RANGE)):
+                return b""
+            case Failed():
+                raise self.error(result, "GetObject", key)
+
+    def list(self, prefix: str, after: str = "") -> _Listing:
+        check_prefix(prefix)
+        root = f"{self.prefix}/" if self.prefix else ""
+        asked: dict[str, Any] = {"Bucket": self.bucket, "Prefix": root + prefix}
+        if begin := _safe_start(after):
+            asked["StartAfter"] = root + begin
+        found: list[Listed] = []
+        while True:
+            page = self._page(asked, prefix)
+            for item in page.get("Contents", ()):
+                key = item["Key"][len(root) :]
+                if item["Key"].startswith(root) and key.startswith(prefix) and key > after and is_key(key):
+                    found.append(Listed(key, item["Size"]))
+            token = page.get("NextContinuationToken")
+            if not page.get("IsTruncated") or not token:
+                break
+            asked["ContinuationToken"] = token
+        return sorted(set(found))
+
+    def delete(self, key: str) -> None:
+        where = self._where(key)
+
+        async def work(fs: Any) -> None:
+            await fs._call_s3("delete_object", **where)
+
+        result = self._attempt(work)
+        if isinstance(result, Failed) and result.failure.kind is not Kind.MISSING:
+            raise self.error(result, "DeleteObject", key)
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def try_create(self, key: str, data: bytes) -> Put | Failed:
+        """Create on the server's word alone (invariant 2), and how that failed if it did."""
+        result = self._send(key, data, IfNoneMatch="*")
+        match result:
+            case Done():
+                return Put.CREATED
+            case Failed(failure=Failure(kind=Kind.EXISTS)):
+                return Put.EXISTS
+        return result
+
+    def _put(self, key: str, data: bytes) -> None:
+        result = self._send(key, data)
+        if isinstance(result, Failed):
+            raise self.error(result, "PutObject", key)
+
+    def _send(self, key: str, data: bytes, **condition: str) -> Done[None] | Failed:
+        where = self._where(key)
+        body = bytes(data)
+        checksum = base64.b64encode(crc32c(body).to_bytes(4, "big")).decode("ascii")
+
+        async def work(fs: Any) -> None:
+            await fs._call_s3("put_object", Body=body, ChecksumCRC32C=checksum, **where, **condition)
+
+        return self._attempt(work, nbytes=len(body))
+
+    def _exists(self, key: str) -> bool:
+        where = self._where(key)
+
+        async def work(fs: Any) -> None:
+            await fs._call_s3("head_object", **where)
+
+        result = self._attempt(work)
+        if isinstance(result, Failed) and result.failure.kind is not Kind.MISSING:
+            raise self.error(result, "HeadObject", key)
+        return isinstance(result, Done)
+
+    def _page(self, asked: dict[str, Any], prefix: str) -> dict[str, Any]:
+        async def work(fs: Any) -> dict[str, Any]:
+            page: dict[str, Any] = await fs._call_s3("list_objects_v2", **asked)
+            return page
+
+        result = self._attempt(work)
+        if isinstance(result, Failed):
+            raise self.error(result, "ListObjectsV2", prefix)
+        return result.value
+
+    # ---- around them -------------------------------------------------------------------------------------------
+
+    @property
+    def _here(self) -> Client:
+        return self._connection.here()
+
+    def _where(self, key: str) -> dict[str, Any]:
+        """The object's coordinates. Raises ConfigError for what is no key, or is none under this prefix."""
+        check_key(key)
+        name = f"{self.prefix}/{key}" if self.prefix else key
+        if len(name.encode("utf-8")) > KEY_BYTES_MAX:
+            raise ConfigError(f"{name:.200}…: S3 takes names of at most {KEY_BYTES_MAX} bytes", hint="shorten the prefix")
+        return {"Bucket": self.bucket, "Key": name}
+
+    def _attempt(self, work: Callable[[Any], Any], nbytes: int = 0) -> Any:
+        options = self.options
+        timeout_s = options.connect_timeout_s + options.read_timeout_s + nbytes / SLOWEST_BYTES_S
+        return attempt(self._here, work, timeout_s=timeout_s, retry_for_s=options.retry_for_s, pace=self._pace)
+
+    def _request(self, operation: str, key: str) -> Request:
+        return Request(operation=operation, url=f"{self.url}/{key}".rstrip("/"), bucket=self.bucket)
+
+    def error(self, failed: Failed, operation: str, key: str, *, maybe_done: bool = False) -> RecoveryError:
+        """The error of our tree for a request of this store that failed."""
+        here, failure = self._here, failed.failure
+        error = error_of(
+            failure,
+            self._request(operation, key),
+            endpoint=here.endpoint,
+            region=here.region,
+            who=here.who() if failure.kind in (Kind.REFUSED, Kind.EXPIRED) else "",
+            tries=failed.tries,
+            maybe_done=maybe_done,
+        )
+        error.__cause__ = failure.cause
+        return error
+
+
+def _safe_start(after: str) -> str:
+    """From where a server may begin to list and still give everything above `after`.
+
+    Some servers go folder by folder, where `a/b` comes before `a-b`. Up to the first character below the slash both
+    orders agree; what is given too much is left out here.
+    """
+    match = _BELOW_SLASH.search(after)
+    return after[: match.start()] if match else after
+
+
+def open_s3(url: str, *, create: bool = False, **options: Any) -> S3Store:
+    """The store at `s3://bucket/prefix`. With `create` the server is asked whether it keeps two writers apart."""
+    bucket, prefix = parse_address(url)
+    store = S3Store(bucket, prefix, **options)
+    if create and not store.options.exclusive:
+        from storage_backends.s3_probe import require_conditional_create
+
+        require_conditional_create(store)
+    return store

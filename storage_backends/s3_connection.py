@@ -1,0 +1,199 @@
+"""One process's way to a bucket's server: an event loop in a thread, and s3fs on it.
+
+Owns: when the file system is made, closed and made anew, in which thread its coroutines run, and how long one may take.
+Does not know: which request is made, whether it is repeated.
+
+Invariants:
+1. Nothing is connected before the first call, and what one process made no other uses: after a fork the child makes a
+   loop, a thread and a file system of its own, and leaves its parent's alone (it does not even close them).
+2. A call blocks the thread that makes it and no other; that thread may have a running event loop of its own.
+3. A call returns within its time, also if the server takes no bytes, gives none, or gives them one by one.
+4. `renew` makes the file system anew, with credentials looked up anew, once for all threads that saw the old one fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import fsspec.config
+import s3fs
+
+from storage_backends.s3_options import S3Options, filesystem_arguments
+
+T = TypeVar("T")
+Work = Callable[[Any], Awaitable[T]]
+"""Given the file system, does one request."""
+
+_THREAD = "s3-io"
+_CLOSE_S = 2.0
+
+
+@dataclass(slots=True)
+class S3Counters:
+    """Counted since the first call of this process."""
+
+    requests: int = 0
+    retries: int = 0
+    busy: int = 0
+    """Answers that said: slow down."""
+    lost: int = 0
+    """Requests without an answer, or with one that leaves open whether they were done."""
+    renewals: int = 0
+    waited_s: float = 0.0
+
+
+class _Io:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name=_THREAD, daemon=True)
+        self.thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """False in a child of the process that made it: threads are not forked."""
+        return self.thread.is_alive()
+
+
+_ios: dict[int, _Io] = {}
+
+
+def _io() -> _Io:
+    """This process's loop. Without a lock: one that another thread holds during a fork would never be free again."""
+    pid = os.getpid()
+    found = _ios.get(pid)
+    if found is None or not found.alive:
+        if found is not None:  # a dead ancestor had the same number
+            _ios.pop(pid, None)
+        new = _Io()
+        found = _ios.setdefault(pid, new)
+        if found is not new:
+            new.loop.call_soon_threadsafe(new.loop.stop)
+    return found
+
+
+class Client:
+    """The file system of one process."""
+
+    def __init__(self, options: S3Options) -> None:
+        self._options = options
+        self._io = _io()
+        self._lock = threading.Lock()
+        self._fs: Any = None
+        self.generation = 0
+        self.counters = S3Counters()
+
+    @property
+    def alive(self) -> bool:
+        return self._io.alive
+
+    def call(self, work: Work[T], timeout_s: float) -> T:
+        """Result of `work`; raises what it raises, or TimeoutError."""
+        future = asyncio.run_coroutine_threadsafe(self._do(work), self._io.loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _do(self, work: Work[T]) -> T:
+        return await work(self._filesystem())
+
+    def _filesystem(self) -> Any:
+        with self._lock:
+            if self._fs is None:
+                configured: Mapping[str, Any] = fsspec.config.apply_config(s3fs.S3FileSystem, {})
+                self._fs = s3fs.S3FileSystem(**filesystem_arguments(self._options, configured))
+                self._fs.retries = 1
+                weakref.finalize(self._fs, _close, os.getpid(), self._io.loop, self._fs.__dict__)
+            return self._fs
+
+    def renew(self, generation: int) -> bool:
+        """Look credentials up anew, unless that was done since `generation`. False if they were given as they are."""
+        with self._lock:
+            if self._fs is not None and (self._fs.key is not None or self._fs.anon):
+                return False
+            if self.generation == generation:
+                self._fs = None
+                self.generation += 1
+                self.counters.renewals += 1
+            return True
+
+    def count(self, **more: float) -> None:
+        with self._lock:
+            for name, n in more.items():
+                setattr(self.counters, name, getattr(self.counters, name) + n)
+
+    @property
+    def endpoint(self) -> str:
+        """The server's address, as far as it is known."""
+        connected = getattr(self._fs, "_s3", None)
+        if connected is not None:
+            return str(connected.meta.endpoint_url)
+        given = (self._options.endpoint_url, os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
+        return next(filter(None, given), "S3")
+
+    @property
+    def region(self) -> str:
+        connected = getattr(self._fs, "_s3", None)
+        return str(connected.meta.region_name) if connected is not None else (self._options.region or "unknown")
+
+    def who(self) -> str:
+        """Whose credentials these are and where they were found; nothing secret."""
+        fs = self._fs
+        if fs is None:
+            return "no credentials"
+        if fs.key is not None:
+            return f"the access key {fs.key} that was given as an option"
+        if fs.anon:
+            return "nobody (anon)"
+
+        async def look_up(fs: Any) -> str:
+            found = await fs.session.get_credentials()
+            return f"the access key {found.access_key} (found by: {found.method})" if found else "no credentials"
+
+        with suppress(Exception):  # an error message must not fail
+            return self.call(look_up, _CLOSE_S)
+        return "credentials that could not be read"
+
+
+class Connection:
+    """A Client per process, made when it is first needed there."""
+
+    def __init__(self, options: S3Options) -> None:
+        self._options = options
+        self._clients: dict[int, Client] = {}
+
+    def here(self) -> Client:
+        """This process's client (invariant 1; without a lock for the reason that `_io` gives)."""
+        pid = os.getpid()
+        found = self._clients.get(pid)
+        if found is None or not found.alive:
+            if found is not None:
+                self._clients.pop(pid, None)
+            found = self._clients.setdefault(pid, Client(self._options))
+        return found
+
+
+def _close(pid: int, loop: asyncio.AbstractEventLoop, state: dict[str, Any]) -> None:
+    """Close the connections of a file system that nobody has any more, in the process that made it."""
+    creator = state.get("_s3creator")
+    if pid != os.getpid() or creator is None or not loop.is_running():
+        return
+    closing = creator.__aexit__(None, None, None)
+    try:
+        future = asyncio.run_coroutine_threadsafe(closing, loop)
+    except RuntimeError:
+        closing.close()
+        return
+    if threading.current_thread().name != _THREAD:  # the loop's own thread cannot wait for itself
+        with suppress(Exception):
+            future.result(_CLOSE_S)

@@ -1,0 +1,134 @@
+"""A job as a process group of its own that a test can watch, signal and kill.
+
+Owns: starting `prefix-recovery run`, reading what it has counted and said, and ending everything it started.
+Does not know: which job, what is expected of it. `prefix_recovery.interrupted` is the simpler form for plain kills.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from prefix_recovery.interrupted import RunFigures
+from prefix_recovery.processes import Identity, descendants
+from prefix_recovery.tally import read_tally
+
+COMMAND = ("-m", "prefix_recovery")
+_DEADLINE_S = 120.0
+
+
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = _DEADLINE_S) -> None:
+    """Look again and again until it holds. Raises TimeoutError naming `what`."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {timeout_s} s still not: {what}")
+        time.sleep(0.01)
+
+
+class JobProcess:
+    """One started process of a job, the leader of its group."""
+
+    def __init__(
+        self,
+        config: Path,
+        name: str,
+        *arguments: str,
+        program: Sequence[str] = COMMAND,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        self.log = config.with_name(f"{name}.log")
+        self.tally = config.with_name(f"{name}.tally")
+        self.began = time.monotonic()
+        self.killed = False
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *program, "run", str(config), "--tally", str(self.tally), *arguments],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **(environment or {})},
+                cwd=cwd,
+            )
+
+    @property
+    def text(self) -> str:
+        """What it has said so far, wrapped lines joined."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that its engine has delivered."""
+        try:
+            return int(read_tally(self.tally)[1].sum())
+        except (OSError, ValueError):
+            return 0
+
+    def descendants(self) -> list[Identity]:
+        return descendants(self.process.pid)
+
+    def engine_core(self) -> Identity:
+        """Its engine's process."""
+        (found,) = [identity for identity in self.descendants()]
+        return found
+
+    def after(self, n_tokens: int) -> JobProcess:
+        """Wait until that many tokens are decoded. Raises AssertionError if the process ends before."""
+        wait_until(lambda: self.decoded >= n_tokens or self.process.poll() is not None, f"{n_tokens} tokens decoded")
+        assert self.process.poll() is None, f"it ended before {n_tokens} tokens:\n{self.text[-4000:]}"
+        return self
+
+    def signal_group(self, number: signal.Signals) -> None:
+        os.killpg(self.process.pid, number)
+        self.killed |= number == signal.SIGKILL
+
+    def kill_group(self) -> None:
+        """SIGKILL to the client and everything that it started, and wait for the client."""
+        self.signal_group(signal.SIGKILL)
+        self.process.wait()
+
+    def wait(self, timeout_s: float = _DEADLINE_S) -> int:
+        """The exit code. Raises AssertionError with its log if it does not end in time."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {timeout_s} s:\n{self.text[-4000:]}") from None
+
+    def counts(self) -> npt.NDArray[np.int64] | None:
+        """See tally.py; None if it died before it counted anything."""
+        return read_tally(self.tally) if self.tally.exists() and self.tally.stat().st_size else None
+
+    def figures(self) -> RunFigures:
+        """Once it has ended."""
+        return RunFigures(self.process.wait(), self.killed, time.monotonic() - self.began, self.counts())
+
+
+@contextmanager
+def running(config: Path, name: str, *arguments: str, **options: object) -> Iterator[JobProcess]:
+    """A job process that is killed with its group at the end of the block, if it still runs."""
+    job = JobProcess(config, name, *arguments, **options)  # type: ignore[arg-type]
+    try:
+        yield job
+    finally:
+        try:
+            os.killpg(job.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        job.process.wait()
+
+
+def run(config: Path, name: str, *arguments: str, **options: object) -> JobProcess:
+    """A job process from start to end."""
+    with running(config, name, *arguments, **options) as job:
+        job.wait()
+    return job

@@ -1,0 +1,308 @@
+"""recovery.publication: the slot is created last, after everything was read back, and a failure keeps what was."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from recovery import layout
+from recovery.codec import sha256_hex
+from recovery.errors import (
+    Damaged,
+    DigestMismatch,
+    Fenced,
+    ObjectMissing,
+    OutcomeUnknown,
+    StoreFull,
+    StoreUnavailable,
+)
+from recovery.ledger import Ledger
+from recovery.model import Record
+from recovery.ports import ObjectStore
+from recovery.publication import Publication
+from recovery.slots import SlotLog, read_slot
+from recovery.snapshots import Snapshot, load
+from recovery.staging import Staged, coordinates_of
+from storage_backends.memory import MemoryStore
+from storage_backends.testing.faults import PASS, CountingStore, FaultyStore, RaiseAfter, RaiseBefore
+from tests.fakes import ManualClock, SeededEntropy, chunk, name, opened
+from tests.plain_codecs import PlainLedgers, PlainSegments
+
+STATES = {"job": b'{"must":{},"recorded":{}}'}
+
+
+class World:
+    """One coordinator on a store, and records that were flushed."""
+
+    def __init__(self, store: ObjectStore | None = None, keep: int = 2) -> None:
+        self.inner = store if store is not None else MemoryStore()
+        self.store = FaultyStore(self.inner, [])
+        self.entropy = SeededEntropy("p")
+        log = SlotLog(self.store, ManualClock(), self.entropy, "me")
+        log.claim()
+        self.publication = Publication(
+            self.store, PlainSegments(), PlainLedgers(), self.entropy, log, Ledger(), keep_latest_k=keep
+        )
+        self.n_flush = 0
+
+    def flush(self, *records: Record) -> Staged:
+        self.n_flush += 1
+        stem = layout.segment_stem(self.publication.log.epoch, "w0.00000000", self.n_flush, "00000000")
+        segment = PlainSegments().encode(records, stem)
+        self.inner.put_new(segment.info.key, segment.data)
+        staged = Staged(segment.info, coordinates_of(records, segment.info.key), "w0.00000000", self.n_flush)
+        self.publication.ledger.describe(staged.info)
+        for at in staged.coordinates:
+            assert self.publication.ledger.apply(at) == ""
+        self.publication.flushed[staged.writer] = staged.flush
+        return staged
+
+    def publish(self, *fresh: Staged, states: dict[str, bytes] = STATES) -> int:
+        draft = self.publication.record(states)
+        assert self.publication.validate(draft, fresh) == []
+        slot = self.publication.publish(draft, cause="interval", fingerprint="f" * 32, restored_from=None)
+        return slot.seq
+
+    def fail(self, plan: Callable[[str, str], Any]) -> None:
+        self.store._ask = plan  # type: ignore[assignment]
+
+    def loaded(self, seq: int) -> dict[str, int]:
+        read = read_slot(self.inner, seq)
+        assert read is not None
+        found = load(self.inner, PlainLedgers(), Snapshot.from_slot(read.slot))
+        return {entry.identity.rollout: entry.n_tokens for entry in found.ledger}
+
+
+def test_a_slot_says_what_the_document_says() -> None:
+    world = World()
+    fresh = world.flush(opened("a"), chunk("a", 0, [1, 2]))
+    seq = world.publish(fresh)
+    read = read_slot(world.inner, seq)
+    assert read is not None and (seq, read.slot.kind, read.slot.epoch) == (2, "snapshot", 1)
+    body = read.slot.body
+    assert {*body} == {
+        "cause",
+        "restored_from",
+        "fingerprint",
+        "ledger",
+        "depth",
+        "states",
+        "counts",
+        "bytes_written",
+    }
+    assert body["counts"] == {
+        "calls": 1,
+        "open": 1,
+        "ended": 0,
+        "tokens": 2,
+        "chunks": 1,
+        "segments": 1,
+        "nbytes": fresh.info.nbytes,
+    }
+    for ref in (body["ledger"], body["states"]["job"]):
+        data = world.inner.get(ref["key"])
+        assert (len(data), sha256_hex(data)) == (ref["nbytes"], ref["sha256"])
+    assert body["bytes_written"] == body["ledger"]["nbytes"] + len(STATES["job"])
+    assert (body["cause"], body["restored_from"], body["fingerprint"], body["depth"]) == ("interval", None, "f" * 32, 0)
+
+
+def test_data_first_then_ledger_then_slot_and_everything_read_back_before() -> None:
+    world = World()
+    counting = CountingStore(world.inner)
+    fresh = world.flush(opened("a"), chunk("a", 0, [1, 2]))
+    world.fail(lambda verb, key: PASS)
+    world.store.inner = counting
+    world.publish(fresh)
+    calls = [(call.verb, call.key.split("/")[0]) for call in counting.log]
+    assert calls == [
+        ("put_new", "ledger"),
+        ("put_new", "state"),
+        ("get", "seg"),
+        ("get", "ledger"),
+        ("get", "state"),
+        ("put_new", "log"),
+    ]
+
+
+def test_a_state_that_did_not_change_is_not_written_again() -> None:
+    world = World()
+    world.publish(world.flush(opened("a")))
+    counting = CountingStore(world.inner)
+    world.store.inner = counting
+    world.publish(states={**STATES, "tools": b"1"})
+    assert [call.key.split("/")[0] for call in counting.log if call.verb == "put_new"] == ["ledger", "state", "log"]
+    seq = world.publish(states={"tools": b"2"})
+    read = read_slot(world.inner, seq)
+    assert read is not None and list(read.slot.body["states"]) == ["tools"]
+
+
+@pytest.mark.parametrize("error", [StoreFull("full"), StoreUnavailable("down"), OutcomeUnknown("?")])
+@pytest.mark.parametrize("step", [RaiseBefore, RaiseAfter])
+def test_a_failure_at_any_call_loses_nothing(error: Exception, step: Any) -> None:
+    """The previous snapshot stands, the next attempt contains the change; enumerated over the calls."""
+    for k in itertools.count():
+        world = World()
+        first = world.publish(world.flush(opened("a"), chunk("a", 0, [1, 2])))
+        fresh = world.flush(opened("b"), chunk("a", 2, [3]))
+        plan = iter([PASS] * k + [step(error)])
+        world.fail(lambda verb, key, plan=plan: next(plan, PASS))
+        try:
+            seq = world.publish(fresh)
+        except type(error):
+            assert world.loaded(first) == {"a": 2}
+            world.publication.log.settle()
+            seq = world.publish(fresh)
+        was_reached = next(plan, None) is None
+        world.fail(lambda verb, key: PASS)
+        assert world.loaded(seq) == {"a": 3, "b": 0}
+        assert world.loaded(first) == {"a": 2}
+        world.flush(chunk("b", 0, [7]))
+        assert world.loaded(world.publish()) == {"a": 3, "b": 1}
+        if not was_reached:
+            break
+    assert k == 4  # ledger, segment and ledger read back, slot
+
+
+def test_c3_a_fresh_segment_that_does_not_read_back_is_retracted_and_voids_the_draft() -> None:
+    world = World()
+    good = world.flush(opened("a"), chunk("a", 0, [1, 2]))
+    bad = world.flush(opened("b"), chunk("b", 0, [4]), chunk("a", 2, [3]))
+    for damage in (
+        lambda: world.inner.put(bad.info.key, world.inner.get(bad.info.key)[:-1] + b"?"),
+        lambda: world.inner.delete(bad.info.key),
+    ):
+        damage()
+        draft = world.publication.record(STATES)
+        wrong = world.publication.validate(draft, [good, bad])
+        if wrong:  # the second time the ledger does not refer to it any more
+            assert len(wrong) == 1 and isinstance(wrong[0], (DigestMismatch, ObjectMissing))
+            assert bad.info.key in str(wrong[0])
+    assert not world.publication.ledger.knows_segment(bad.info.key)
+    seq = world.publish(good, bad)
+    assert world.loaded(seq) == {"a": 2}, "b was opened there; a keeps what came before"
+
+
+def test_a_segment_that_holds_other_records_is_found() -> None:
+    world = World()
+    staged = world.flush(opened("a"), chunk("a", 0, [1, 2]))
+    other = PlainSegments().encode([opened("a"), chunk("a", 0, [1, 3])], "x")
+    world.inner.put(staged.info.key, other.data)
+    lying = Staged(
+        PlainSegments()._info(staged.info.key, other.data, 2), staged.coordinates, staged.writer, staged.flush
+    )
+    (wrong,) = world.publication.validate(world.publication.record(STATES), [lying])
+    assert "does not hold the records that were written" in str(wrong)
+
+
+def test_a_ledger_or_state_that_does_not_read_back_stops_the_attempt() -> None:
+    for folder in ("ledger/", "state/"):
+        world = World()
+        fresh = world.flush(opened("a"))
+        draft = world.publication.record(STATES)
+        (item,) = world.inner.list(folder)
+        world.inner.put(item.key, b"?" * item.nbytes)
+        with pytest.raises(Damaged, match=item.key):
+            world.publication.validate(draft, [fresh])
+        assert world.loaded(world.publish(fresh)) == {"a": 0}
+
+
+def test_c8_a_fenced_publication_publishes_nothing_ever_again() -> None:
+    world = World()
+    fresh = world.flush(opened("a"))
+    SlotLog(world.inner, ManualClock(), SeededEntropy("heir"), "heir").claim()
+    for _ in range(2):
+        draft = world.publication.record(STATES)
+        world.publication.validate(draft, [fresh])
+        with pytest.raises(Fenced):
+            world.publication.publish(draft, cause="interval", fingerprint="", restored_from=None)
+    assert len(world.inner.list("log/")) == 2
+    with pytest.raises(Fenced):
+        world.publication.collect()
+
+
+# ---- garbage ---------------------------------------------------------------------------------------------------
+
+
+def names(store: ObjectStore) -> set[str]:
+    return {item.key for prefix in layout.PREFIXES for item in store.list(prefix)}
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_c7_what_k_snapshots_do_not_reach_is_intended_and_then_deleted(keep: int) -> None:
+    """The newest `keep` snapshots can be loaded at every moment; in the end nothing else is left."""
+    world = World(keep=keep)
+    seqs = [world.publish(world.flush(opened("a")))]
+    world.publication.collect()
+    for i in range(40):
+        fresh = world.flush(opened(f"b{i}"), chunk(f"b{i}", 0, [1]))
+        if i % 2:
+            world.publication.ledger.drop(name(f"b{i - 1}"))
+        seqs.append(world.publish(fresh, states={"job": b"%d" % (i // 3)}))
+        world.publication.collect()
+        for seq in seqs[-keep:]:
+            world.loaded(seq)
+    for _ in range(keep + 2):
+        seqs.append(world.publish(states={"job": b"13"}))
+        world.publication.collect()
+    reached = world.publication.reached()
+    assert reached <= names(world.inner)
+    left = names(world.inner) - reached
+    assert all(key.startswith(("gc/", "ledger/")) for key in left) and len(left) <= keep + 2
+    deleted = [seq for seq in seqs if seq < seqs[-keep]]
+    assert any(not _can_be_loaded(world, seq) for seq in deleted)
+
+
+def _can_be_loaded(world: World, seq: int) -> bool:
+    try:
+        world.loaded(seq)
+    except Damaged:
+        return False
+    return True
+
+
+def test_an_intent_is_in_the_log_before_anything_is_deleted() -> None:
+    world = World(keep=1)
+    counting = CountingStore(world.inner)
+    world.store.inner = counting
+    intended: set[str] = set()
+    for i in range(6):
+        world.publish(world.flush(opened(f"c{i}")), states={"job": b"%d" % i})
+        before = len(counting.log)
+        world.publication.collect()
+        for call in counting.log[before:]:
+            if call.verb == "delete":
+                assert call.key in intended, "deleted without an intent that precedes this snapshot"
+        for item in world.inner.list("log/"):
+            slot = json.loads(world.inner.get(item.key))
+            if slot["kind"] == "gc":
+                victims = slot["body"]["victims"]["key"]
+                try:
+                    intended |= set(json.loads(world.inner.get(victims)))
+                except ObjectMissing:
+                    assert victims in intended
+    assert counting.count("delete") > 3
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("down"), OutcomeUnknown("?")])
+@pytest.mark.parametrize("step", [RaiseBefore, RaiseAfter])
+def test_a_failure_anywhere_in_collecting_costs_nothing_but_garbage(error: Exception, step: Any) -> None:
+    for k in range(8):
+        world = World(keep=1)
+        seq = 0
+        for i in range(8):
+            seq = world.publish(world.flush(opened(f"c{i}")), states={"job": b"%d" % i})
+            if i == 4:
+                plan = iter([PASS] * k + [step(error)])
+                world.fail(lambda verb, key, plan=plan: next(plan, PASS))
+            with contextlib.suppress(type(error)):
+                world.publication.collect()
+            world.fail(lambda verb, key: PASS)
+            world.publication.log.settle()
+            assert world.loaded(seq) == {f"c{j}": 0 for j in range(i + 1)}
+        assert world.publication.reached() <= names(world.inner)
+        assert len(names(world.inner) - world.publication.reached()) < 8

@@ -1,0 +1,426 @@
+"""`prefix-recovery run` as anybody runs it: real processes, a real engine, real kills, and the rows that come out.
+
+The reference rows come from the session's engine, uncaptured. Every test starts as few engines as it can; each start
+takes some seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prefix_recovery.interrupted import JobFigures
+from prefix_recovery.tiny import make_tiny_llama
+from recovery.slots import find_tail, walk_back
+from storage_backends import open_store
+from tests.conftest import OnLoop
+from tests.engine_runs import ask, read_back
+from tests.job_files import FLUSH, assert_whole, lines, noted_children, rows_of, write_job, write_lines
+from tests.job_processes import JobProcess, run, running, wait_until
+from vllm_hooks import surface
+
+Reference = Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def reference(engine: Any, on_loop: OnLoop[Any]) -> Reference:
+    """The rows of a job as the bare engine would give them; `samples` of each line."""
+
+    async def one(line: Mapping[str, Any]) -> dict[str, Any]:
+        fields = {"temperature": 0, "ignore_eos": True, "logprobs": 0, **line.get("sampling", {})}
+        prompt = line.get("prompt_token_ids") or line["prompt"]
+        answer = await ask(engine, prompt, surface.sampling_params(fields), f"reference-{line['id']}")
+        return {
+            "id": line["id"],
+            "sample_index": 0,
+            "prompt_token_ids": answer.prompt_token_ids,
+            "token_ids": answer.token_ids,
+            "logprobs": answer.sampled,
+            "text": answer.text,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+
+    async def all_of(rows: Sequence[Mapping[str, Any]], samples: int) -> list[dict[str, Any]]:
+        answers = [await one(row) for row in rows]
+        return [{**answer, "sample_index": index} for answer in answers for index in range(samples)]
+
+    return lambda rows, samples=1: on_loop(all_of(rows, samples))  # type: ignore[misc]
+
+
+def causes(store: Path) -> list[str]:
+    """Why the snapshots of a store were taken, newest first."""
+    backend = open_store(str(store))
+    slots = [read.slot for read in walk_back(backend, find_tail(backend)) if not isinstance(read, Exception)]
+    return [str(slot.body["cause"]) for slot in slots if slot.kind == "snapshot"]
+
+
+def assert_cost(figures: JobFigures, flush: int = FLUSH) -> None:
+    """After each kill: something was kept, and no call had more than one flush of tokens generated twice."""
+    for number, twice in enumerate(figures.twice_after_kills()):
+        assert (twice >= 0).all(), f"kill {number}: the store has tokens that nobody generated: {twice}"
+        assert twice.max() <= flush, f"kill {number}: {twice}"
+
+
+# ---- kills ---------------------------------------------------------------------------------------------------------
+
+
+def test_w2_w3_killed_again_and_again(
+    tiny_model: Path, tmp_path: Path, rng: random.Random, reference: Reference
+) -> None:
+    """W2, W3: three SIGKILLs of the whole group at random token counts, then to the end.
+
+    No prompt lost, doubled or different; each kill costs a call at most one flush; the mean length is the reference's.
+    """
+    rows = lines(14, least=60, step=12)
+    config = write_job(tmp_path, tiny_model, rows)
+    total = sum(row["sampling"]["max_tokens"] for row in rows)
+    figures = JobFigures()
+    done = 0
+    for number in range(3):
+        at = rng.randint(30, (total - done) // (4 - number))
+        with running(config, f"run-{number}") as job:
+            job.after(at).kill_group()
+            figures.runs.append(job.figures())
+        counts = figures.counted[-1]
+        done = int(counts[0].sum() + counts[1].sum())
+        print(f"kill {number} after {at} tokens of the run, {done} of {total} in all")
+    last = run(config, "run-last")
+    assert last.wait() == 0, last.text
+    figures.runs.append(last.figures())
+    assert len(figures.counted) == 4
+    assert_cost(figures)
+    found, wanted = rows_of(tmp_path), reference(rows)
+    assert_whole(found, wanted)
+    assert sum(len(row["token_ids"]) for row in found) == total
+    assert all(resume["at"] > 0 for row in found for resume in row["resumes"])
+    assert sum(bool(row["resumes"]) for row in found) >= 1
+    assert not any(row["restarts"] for row in found)
+    assert {resume["exactness"] for row in found for resume in row["resumes"]} <= {"bitwise", "token"}
+
+
+def test_w9_adoption_alone_with_shuffled_siblings(
+    tiny_model: Path, tmp_path: Path, rng: random.Random, reference: Reference
+) -> None:
+    """W9: four samples of each prompt, two of which are equal; a kill when no snapshot but the first was ever taken,
+    the lines in another order afterwards, and the output gone. What was flushed is adopted; each row finds its place.
+    """
+    rows = lines(4, least=50, step=20)
+    rows[2] = {**rows[1], "id": "equal to p-1", "sampling": {"max_tokens": 77}}
+    config = write_job(tmp_path, tiny_model, rows, samples_per_prompt=4, block={"snapshot_interval_s": 3600})
+    total = 4 * sum(row["sampling"]["max_tokens"] for row in rows)
+    with running(config, "run-0") as job:
+        job.after(rng.randint(total // 3, 2 * total // 3)).kill_group()
+        before = job.counts()
+    assert causes(tmp_path / "store") == ["adoption"]
+    (tmp_path / "results.jsonl").unlink()
+    order = rng.sample(range(4), 4)
+    write_lines(tmp_path / "prompts.jsonl", [rows[number] for number in order])
+    last = run(config, "run-1")
+    assert last.wait() == 0, last.text
+    assert "later segments" in last.text
+    after = last.counts()
+    assert before is not None and after is not None
+    places = [4 * order.index(number) + index for number in range(4) for index in range(4)]
+    twice = before[0] + before[1] - after[0][places]
+    assert (twice >= 0).all() and twice.max() <= FLUSH, twice
+    assert after[0].sum() > 0
+    assert_whole(rows_of(tmp_path), reference(rows, 4))  # type: ignore[call-arg]
+
+
+def test_w1_w6_w14_signals_then_the_end_then_nothing_to_do(
+    tiny_model: Path, tmp_path: Path, reference: Reference
+) -> None:
+    """W1, W14: SIGTERM, then SIGINT to the whole group as a terminal sends it: each ends in a snapshot, nothing is
+    generated twice. W6: run again when all is done, no engine is started and the file stays; with the output gone it
+    is made again from the store and nothing is decoded.
+    """
+    rows = lines(10, least=100, step=10)
+    config = write_job(tmp_path, tiny_model, rows, block={"snapshot_interval_s": 3600})
+    figures = JobFigures()
+    for name, number, code in (("term", signal.SIGTERM, 143), ("int", signal.SIGINT, 130)):
+        with running(config, name) as job:
+            job.after(200)
+            if number is signal.SIGTERM:
+                job.process.send_signal(number)
+            else:
+                job.signal_group(number)
+            assert job.wait() == code, job.text
+            assert f"stopped by {number.name}; run the same command to continue" in job.text
+            assert causes(tmp_path / "store")[0] == "final"
+            figures.runs.append(job.figures())
+    last = run(config, "last")
+    assert last.wait() == 0, last.text
+    figures.runs.append(last.figures())
+    assert [int(twice.sum()) for twice in figures.twice_after_kills()] == [0, 0]
+    wanted = reference(rows)
+    assert_whole(rows_of(tmp_path), wanted)
+    output = tmp_path / "results.jsonl"
+    data, stamp = output.read_bytes(), output.stat().st_mtime_ns
+    again = run(config, "again")
+    assert again.wait() == 0 and "engine ready" not in again.text
+    assert (output.read_bytes(), output.stat().st_mtime_ns) == (data, stamp)
+    output.unlink()
+    rewritten = run(config, "rewritten")
+    assert rewritten.wait() == 0 and rewritten.decoded == 0, rewritten.text
+    assert sorted(output.read_bytes().splitlines()) == sorted(data.splitlines())
+
+
+DYING = """
+import json, os, signal, sys
+from prefix_recovery import results
+from prefix_recovery.cli import main
+where = sys.argv.pop(1)
+append = results.Results.append
+def dying(self, rows):
+    rows = list(rows)
+    if where == "torn":
+        os.write(self._fd, json.dumps(rows[0]).encode()[:-20])
+    if where == "after":
+        append(self, rows)
+    os.killpg(0, signal.SIGKILL)
+results.Results.append = dying
+sys.exit(main())
+"""
+
+
+def test_w16_killed_around_the_row(tiny_model: Path, tmp_path: Path, reference: Reference) -> None:
+    """W16: a kill before a row is written, in the middle of it, and after it but before anything knows: each once."""
+    rows = lines(6, least=20, step=6)
+    config = write_job(tmp_path, tiny_model, rows)
+    kept = []
+    for where in ("before", "torn", "after"):
+        with running(config, where, program=("-c", DYING, where)) as job:
+            assert job.wait() == -signal.SIGKILL, job.text
+        kept.append((tmp_path / "results.jsonl").read_bytes())
+    assert kept[0] == b"" and kept[1] != b"" and not kept[1].endswith(b"\n") and kept[2].endswith(b"\n")
+    last = run(config, "last")
+    assert last.wait() == 0, last.text
+    assert (tmp_path / "results.jsonl").read_bytes().startswith(kept[2])
+    assert_whole(rows_of(tmp_path), reference(rows))
+
+
+HANGING = """
+import sys, threading
+from prefix_recovery.cli import main
+from storage_backends import open_store
+from storage_backends.testing.faults import PASS, FaultyStore, Hang
+import vllm_hooks.opening as opening
+never = threading.Event()
+n = 0
+def plan(verb, key):
+    global n
+    n += verb == "put_new" and key.startswith("seg/")
+    return Hang(never) if n > 6 else PASS
+opening.open_store = lambda url, **options: FaultyStore(open_store(url, **options), plan)
+sys.exit(main())
+"""
+
+
+def test_w1_w5_a_store_that_hangs_while_the_job_is_stopped(
+    tiny_model: Path, tmp_path: Path, reference: Reference
+) -> None:
+    """W1, W5: the store hangs, SIGTERM comes: the run ends within its grace, says that nothing was published, and what
+    was stored before is where the next run goes on.
+    """
+    rows = lines(4, least=150, step=20)
+    config = write_job(tmp_path, tiny_model, rows, block={"snapshot_interval_s": 3600, "grace_s": 1})
+    with running(config, "hangs", program=("-c", HANGING)) as job:
+        job.after(300)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(30) == 1, job.text
+        assert "the last snapshot was not published" in job.text
+    last = run(config, "last")
+    assert last.wait() == 0, last.text
+    assert JobFigures([job.figures(), last.figures()]).reused_after_kills()[0] > 0
+    assert_whole(rows_of(tmp_path), reference(rows))
+
+
+# ---- who dies with whom --------------------------------------------------------------------------------------------
+
+
+def test_a_killed_client_leaves_no_engine(tiny_model: Path, tmp_path: Path, reference: Reference) -> None:
+    """SIGKILL of the client alone: its engine dies by itself; where the plug-in was not loaded, the next run ends it."""
+    rows = lines(4, least=60)
+    config = write_job(tmp_path, tiny_model, rows)
+    with running(config, "by itself") as job:
+        children = job.after(40).descendants()
+        assert children and sorted(c.pid for c in noted_children(tmp_path)) == sorted(c.pid for c in children)
+        job.process.kill()
+        job.process.wait()
+        wait_until(lambda: not any(child.alive() for child in children), "the engine died", 20)
+    with running(config, "left over", environment={"VLLM_PLUGINS": "none"}) as job:
+        children = job.after(20).descendants()
+        job.process.kill()
+        job.process.wait()
+        assert all(child.alive() for child in children)
+        last = run(config, "last")
+        assert last.wait() == 0, last.text
+        assert f"ended process {children[0].pid}, left over from a run that died" in last.text
+        assert not any(child.alive() for child in children)
+    assert_whole(rows_of(tmp_path), reference(rows))
+
+
+def damage(path: Path) -> None:
+    """Change one byte in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def test_w12_w13_a_dead_engine_and_a_damaged_ledger(tiny_model: Path, tmp_path: Path, reference: Reference) -> None:
+    """W12: the engine core is killed: exit 1, what to do is said, nothing is published from a dead engine.
+    W13: the newest ledger is damaged: `strict` refuses, `auto` passes over it by name and goes on from the one before.
+    """
+    rows = lines(8, least=120, step=10)
+    config = write_job(tmp_path, tiny_model, rows, block={"snapshot_interval_s": 0.5})
+    with running(config, "dies") as job:
+        job.after(300)
+        wait_until(lambda: len(causes(tmp_path / "store")) >= 2, "a second snapshot")
+        core = job.engine_core()
+        job_causes = None
+        import os
+
+        os.kill(core.pid, signal.SIGKILL)
+        assert job.wait() == 1, job.text
+        assert "the engine died" in job.text and "run the same command again" in job.text
+        job_causes = causes(tmp_path / "store")
+        first = job.counts()
+    assert "final" not in job_causes
+    newest = read_back(tmp_path / "store").snapshot
+    backend = open_store(str(tmp_path / "store"))
+    slot = next(
+        r.slot for r in walk_back(backend, find_tail(backend)) if not isinstance(r, Exception) and r.slot.seq == newest
+    )
+    damage(tmp_path / "store" / slot.body["ledger"]["key"])
+    strict = run(config, "strict", "--rollout-checkpointing-restore", "strict")
+    assert strict.wait() == 1, strict.text
+    assert slot.body["ledger"]["key"] in strict.text
+    last = run(config, "last")
+    assert last.wait() == 0, last.text
+    assert f"passed over snapshot {newest}: " in last.text and "sha256" in last.text
+    after = last.counts()
+    assert first is not None and after is not None and after[0].sum() > 0
+    assert_whole(rows_of(tmp_path), reference(rows))
+
+
+def test_c8_a_zombie_appends_nothing(tiny_model: Path, tmp_path: Path, reference: Reference) -> None:
+    """A run is stopped with SIGSTOP, another one with an output of its own takes the store over and ends; woken up, the
+    first one exits 11 and its output is what it was.
+    """
+    rows = lines(8, least=150, step=10)
+    config = write_job(tmp_path, tiny_model, rows)
+    other = tmp_path / "other.yaml"
+    other.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "output": "other.jsonl"}))
+    with running(config, "zombie") as zombie:
+        zombie.after(200).signal_group(signal.SIGSTOP)
+        heir = run(other, "heir")
+        assert heir.wait() == 0, heir.text
+        before = (tmp_path / "results.jsonl").read_bytes()
+        newest = read_back(tmp_path / "store").snapshot
+        zombie.signal_group(signal.SIGCONT)
+        assert zombie.wait(60) == 11, zombie.text
+        assert "another run took over this store" in zombie.text
+    assert (tmp_path / "results.jsonl").read_bytes() == before
+    assert read_back(tmp_path / "store").snapshot == newest
+    found = [json.loads(line) for line in (tmp_path / "other.jsonl").read_text().splitlines()]
+    assert_whole(found, reference(rows))
+
+
+# ---- input and settings --------------------------------------------------------------------------------------------
+
+
+def test_requests_that_cannot_be_run_cost_themselves(tiny_model: Path, tmp_path: Path, reference: Reference) -> None:
+    """Malformed lines, requests that vLLM refuses, fields of a wrong type: each named on stderr and in the errors file,
+    exit 3, all others have their rows. Mended, the next run makes the missing ones and exits 0.
+    """
+    good = lines(3, least=10)
+    text = {"id": "text", "prompt": "naïve 🙂 hello", "sampling": {"max_tokens": 31, "logit_bias": {"7": 2.5}}}
+    bad: dict[str, dict[str, Any]] = {
+        "vocabulary": {"prompt_token_ids": [1, 99999]},
+        "too-long": {"prompt_token_ids": [5] * 2000},
+        "full": {"prompt_token_ids": [5] * 1024},
+        "no-field": {"prompt": "a", "sampling": {"temprature": 0}},
+        "private": {"prompt": "a", "sampling": {"_eos_token_id": 5}},
+        "text-number": {"prompt": "a", "sampling": {"max_tokens": "5"}},
+        "half-token": {"prompt": "a", "sampling": {"max_tokens": 5.5}},
+        "none": {"prompt": "a", "sampling": {"max_tokens": 0}},
+        "nan": {"prompt": "a", "sampling": {"temperature": float("nan")}},
+        "big-seed": {"prompt": "a", "sampling": {"seed": 2**70, "temperature": 1}},
+        "bias": {"prompt": "a", "sampling": {"logit_bias": {"x": 1}}},
+        "bad-word": {"prompt": "a", "sampling": {"bad_words": [3]}},
+        "regex": {"prompt": "a", "sampling": {"structured_outputs": {"regex": "["}}},
+        "many": {"prompt": "a", "sampling": {"logprobs": 50}},
+        "no-content": {"messages": [{"role": "user"}]},
+        "no-message": {"messages": []},
+    }
+    rows: list[Any] = [good[0], "nonsense", text, *({"id": name, **fields} for name, fields in bad.items()), *good[1:]]
+    config = write_job(tmp_path, tiny_model, rows)
+    first = run(config, "first")
+    assert first.wait() == 3, first.text
+    assert_whole(rows_of(tmp_path), reference([*good, text]))
+    errors = [json.loads(line) for line in (tmp_path / "results.jsonl.errors.jsonl").read_text().splitlines()]
+    assert {error["id"]: error["line"] for error in errors} == {
+        "": 2,
+        **{name: number for number, name in enumerate(bad, 4)},
+    }
+    for error in errors:
+        assert error["error"], error
+        assert (f"no result for {error['id']}#0: " if error["id"] else "prompts.jsonl line 2: ") in first.text
+    said = {error["id"]: error["error"] for error in errors}
+    assert "did you mean temperature?" in said["no-field"] and "max_tokens" in said["text-number"]
+    mended = [good[0], text, *({"id": name, "prompt": "a", "sampling": {"max_tokens": 3}} for name in bad), *good[1:]]
+    write_lines(tmp_path / "prompts.jsonl", mended)
+    second = run(config, "second", "--strict-input")
+    assert second.wait() == 0, second.text
+    assert_whole(rows_of(tmp_path), reference(mended))
+    assert (tmp_path / "results.jsonl.errors.jsonl").read_text() == ""
+
+
+def test_another_model_is_refused_by_name(tiny_model: Path, tmp_path: Path, engine: Any) -> None:
+    """The store of one model and the folder of another: exit 15, the field is named, nothing was changed."""
+    rows = lines(2, least=30)
+    config = write_job(tmp_path, tiny_model, rows)
+    assert run(config, "first").wait() == 0
+    other = make_tiny_llama(tmp_path / "other", seed=1)
+    write_lines(tmp_path / "prompts.jsonl", lines(3, least=30))
+    output = (tmp_path / "results.jsonl").read_bytes()
+    second = run(config, "second", "--set", f"model={other}")
+    assert second.wait() == 15, second.text
+    assert "model.weights" in second.text and "model.config" not in second.text
+    assert (tmp_path / "results.jsonl").read_bytes() == output
+
+
+def test_w24_switched_off_nothing_is_in_the_way(tiny_model: Path, tmp_path: Path, reference: Reference) -> None:
+    """B24: `enabled: false`: the same rows, no store, and a second run that goes on from the rows alone."""
+    rows = lines(6, least=40, step=15)
+    config = write_job(tmp_path, tiny_model, rows, block={"enabled": False})
+    with running(config, "first") as job:
+        wait_until(lambda: (tmp_path / "results.jsonl").exists() and len(rows_of(tmp_path)) >= 1, "a row")
+        job.kill_group()
+    kept = len(rows_of(tmp_path))
+    last = run(config, "last")
+    assert last.wait() == 0, last.text
+    assert kept >= 1
+    assert_whole(rows_of(tmp_path), reference(rows))
+    assert not (tmp_path / "store").exists()
+    assert not any(row["resumes"] or row["restarts"] for row in rows_of(tmp_path))
+    shutil.rmtree(tmp_path / "nothing", ignore_errors=True)
+
+
+def test_engine_arguments_that_do_not_exist(tiny_model: Path, tmp_path: Path) -> None:
+    """Named with the nearest one before anything is loaded; a model that is not there is named too. Exit 2."""
+    config = write_job(tmp_path, tiny_model, lines(1))
+    wrong = run(config, "wrong", "--set", "engine.dtpye=float32")
+    assert wrong.wait() == 2 and "engine.dtpye: this vLLM has no such argument; did you mean dtype?" in wrong.text
+    missing: JobProcess = run(config, "missing", "--set", f"model={tmp_path / 'nowhere'}")
+    assert missing.wait() == 2, missing.text
+    assert "the engine does not start with model" in missing.text and "Traceback" not in missing.text
