@@ -25,9 +25,7 @@ __all__ = ["open_store"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _LOST_SLASH = re.compile(r"(file|memory|s3|s3a|gs|gcs|az|abfs|abfss|hdfs|http|https):", re.IGNORECASE)
-_SUPPORTED = "stores lie in a local folder (a path, or file:///a/path), in a bucket (s3://bucket/prefix) or in memory://name"
-
-_NO_OPTIONS = "only stores on s3:// have options"
+_SUPPORTED = "stores lie in a folder (a path, or file:///a/path), in a bucket (s3://bucket/prefix), or in memory://name"
 
 
 def open_store(url: str | os.PathLike[str], *, create: bool = False, **options: Any) -> ObjectStore:
@@ -45,19 +43,24 @@ def open_store(url: str | os.PathLike[str], *, create: bool = False, **options: 
         if isinstance(url, str) and (lost := _LOST_SLASH.match(text)):
             hint = f"write {lost[1]}://… for an address, or ./{text} for a folder of that name; {_SUPPORTED}"
             raise ConfigError(f"{text!r} is neither an address nor clearly a path", hint=hint)
-        if options:
-            raise ConfigError(f"{text}: no such option here: {', '.join(options)}", hint=_NO_OPTIONS)
+        _refuse_options(text, options)
         return _local(os.path.expanduser(text) if text == "~" or text.startswith("~/") else text, create)
     scheme, rest = match[1].lower(), match[2]
     if scheme == "s3":
         return _s3(text, create, options)
-    if options:
-        raise ConfigError(f"{text}: no such option here: {', '.join(options)}", hint=_NO_OPTIONS)
+    _refuse_options(text, options)
     if scheme == "file":
         return _local(_path_of(text, rest), create)
     if scheme == "memory":
         return _memory(text, rest)
     raise ConfigError(f"{text}: stores on {scheme}:// are not supported", hint=_SUPPORTED)
+
+
+def _refuse_options(url: str, options: dict[str, Any]) -> None:
+    if options:
+        raise ConfigError(
+            f"{url}: there is no option {next(iter(options))!r}", hint="only stores on s3:// have options"
+        )
 
 
 def _path_of(url: str, rest: str) -> str:

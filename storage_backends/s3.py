@@ -10,7 +10,8 @@ Invariants:
 2. A create is a PUT with `If-None-Match: *`. EXISTS says that the key exists: an earlier try of the same call may have
    made it (s3_retry.py here, or the HTTP library on a connection that broke). Who must know reads back.
 3. A create without a definite answer is OutcomeUnknown; any other verb without one is StoreUnavailable.
-4. What is listed comes from the server, never from a cache, and is put in order here: some servers list folder by folder.
+4. What is listed comes from the server, never from a cache, and is put in order here: some servers list folder by
+   folder.
 5. Safe in threads, after fork and in a thread with a running event loop (s3_connection.py).
 6. `exclusive` looks before it creates and does not need the server's word. It fences nobody.
 """
@@ -19,14 +20,14 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from recovery.errors import ConfigError, RecoveryError
 from recovery.ports import Listed, Put
 from storage_backends.keys import check_key, check_prefix, check_range, is_key
-from storage_backends.s3_connection import Client, Connection, S3Counters
-from storage_backends.s3_failures import Failure, Kind, Request, error_of
+from storage_backends.s3_connection import Client, Connection, S3Counters, Work
+from storage_backends.s3_errors import Request, error_of
+from storage_backends.s3_failures import Failure, Kind
 from storage_backends.s3_options import KEY_BYTES_MAX, check_bucket, check_options, check_root, parse_address
 from storage_backends.s3_retry import Done, Failed, Pace, attempt
 from storage_backends.sums import crc32c
@@ -41,7 +42,7 @@ _BELOW_SLASH = re.compile(r"[\x00-.]")
 
 
 class S3Store:
-    """An ObjectStore under `prefix` of `bucket`. Options: s3_options.S3Options. Nothing is sent before the first verb."""
+    """An ObjectStore under `prefix` of `bucket`. Options: s3_options.S3Options. No request before the first verb."""
 
     def __init__(self, bucket: str, prefix: str = "", *, pace: Pace | None = None, **options: Any) -> None:
         self.bucket = check_bucket(bucket)
@@ -82,7 +83,7 @@ class S3Store:
         if isinstance(result, Put):
             return result
         if self.options.exclusive and result.failure.kind is Kind.NOT_IMPLEMENTED:
-            self._put(key, data)
+            self._put(key, data, new=True)
             return Put.CREATED
         raise self.error(result, "PutObject", key, maybe_done=result.lost)
 
@@ -114,8 +115,7 @@ class S3Store:
                 return b"" if empty else data
             case Failed(failure=Failure(kind=Kind.NO_RANGE)):
                 return b""
-            case Failed():
-                raise self.error(result, "GetObject", key)
+        raise self.error(result, "GetObject", key)
 
     def list(self, prefix: str, after: str = "") -> _Listing:
         check_prefix(prefix)
@@ -158,10 +158,10 @@ class S3Store:
                 return Put.EXISTS
         return result
 
-    def _put(self, key: str, data: bytes) -> None:
+    def _put(self, key: str, data: bytes, *, new: bool = False) -> None:
         result = self._send(key, data)
         if isinstance(result, Failed):
-            raise self.error(result, "PutObject", key)
+            raise self.error(result, "PutObject", key, maybe_done=new and result.lost)
 
     def _send(self, key: str, data: bytes, **condition: str) -> Done[None] | Failed:
         where = self._where(key)
@@ -205,10 +205,10 @@ class S3Store:
         check_key(key)
         name = f"{self.prefix}/{key}" if self.prefix else key
         if len(name.encode("utf-8")) > KEY_BYTES_MAX:
-            raise ConfigError(f"{name:.200}…: S3 takes names of at most {KEY_BYTES_MAX} bytes", hint="shorten the prefix")
+            raise ConfigError(f"{name:.200}… is longer than {KEY_BYTES_MAX} bytes", hint="use a shorter prefix")
         return {"Bucket": self.bucket, "Key": name}
 
-    def _attempt(self, work: Callable[[Any], Any], nbytes: int = 0) -> Any:
+    def _attempt(self, work: Work[T], nbytes: int = 0) -> Done[T] | Failed:
         options = self.options
         timeout_s = options.connect_timeout_s + options.read_timeout_s + nbytes / SLOWEST_BYTES_S
         return attempt(self._here, work, timeout_s=timeout_s, retry_for_s=options.retry_for_s, pace=self._pace)

@@ -1,13 +1,12 @@
 """What a request to S3 that did not succeed means.
 
-Owns: telling the kinds of failure apart by status, code and exception, and the error of our tree for each.
-Does not know: which request is repeated how often (s3_retry.py), how requests are made.
+Owns: telling the kinds of failure apart by status, code and exception.
+Does not know: which request is repeated how often (s3_retry.py), what the caller of a verb gets (s3_errors.py).
 
 Invariants:
 1. A kind is read off the server's answer behind s3fs's exception (`__cause__`), not off the exception that s3fs made.
 2. Only what certainly did not reach the server, or was refused by it, counts as not done; all else may have been done.
 3. What is not a failure of a request is no failure here: a program error stays what it is.
-4. Every error names the request, the object, the server, what it answered, and what to do next.
 """
 
 from __future__ import annotations
@@ -21,17 +20,6 @@ from typing import Any
 
 import aiohttp
 from botocore import exceptions as boto
-
-from recovery.errors import (
-    ConfigError,
-    CredentialsRefused,
-    NoStore,
-    ObjectMissing,
-    OutcomeUnknown,
-    RecoveryError,
-    StoreFull,
-    StoreUnavailable,
-)
 
 
 class Kind(enum.Enum):
@@ -70,49 +58,37 @@ class Failure:
     """By how much the local clock is ahead of the server's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What was asked for, for messages: `PutObject`, `s3://bucket/prefix/key`."""
-
-    operation: str
-    url: str
-    bucket: str
-
-    def __str__(self) -> str:
-        return f"{self.operation} of {self.url}"
-
-
-_CODES: Mapping[Kind, frozenset[str]] = {
-    Kind.EXISTS: frozenset({"PreconditionFailed"}),
-    Kind.CONFLICT: frozenset({"ConditionalRequestConflict", "OperationAborted"}),
-    Kind.MISSING: frozenset({"NoSuchKey", "NotFound"}),
-    Kind.NO_BUCKET: frozenset({"NoSuchBucket"}),
-    Kind.NO_RANGE: frozenset({"InvalidRange"}),
-    Kind.NOT_IMPLEMENTED: frozenset({"NotImplemented"}),
-    Kind.BUSY: frozenset(
-        "SlowDown SlowDownRead SlowDownWrite ServiceUnavailable Throttling ThrottlingException ThrottledException "
-        "TooManyRequests TooManyRequestsException RequestLimitExceeded RequestThrottled RequestThrottledException "
-        "RequestTimeout Busy ServerBusy".split()
-    ),
-    Kind.GARBLED: frozenset(
-        "BadDigest IncompleteBody XAmzContentSHA256Mismatch XAmzContentChecksumMismatch InvalidDigest".split()
-    ),
-    Kind.EXPIRED: frozenset(
-        "ExpiredToken ExpiredTokenException TokenRefreshRequired InvalidToken InvalidAccessKeyId".split()
-    ),
-    Kind.REFUSED: frozenset(
-        "AccessDenied AllAccessDisabled AccountProblem SignatureDoesNotMatch InvalidSecurity NotSignedUp "
-        "UnauthorizedAccess AuthFailure MissingAuthenticationToken".split()
-    ),
-    Kind.SKEWED: frozenset({"RequestTimeTooSkewed"}),
-    Kind.REGION: frozenset(
-        "PermanentRedirect TemporaryRedirect Redirect AuthorizationHeaderMalformed "
-        "IllegalLocationConstraintException".split()
-    ),
-    Kind.FULL: frozenset(
-        "InsufficientStorage QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded EntityTooLarge".split()
-    ),
-}
+_CODES = {
+    Kind.EXISTS: ["PreconditionFailed"],
+    Kind.CONFLICT: ["ConditionalRequestConflict", "OperationAborted"],
+    Kind.MISSING: ["NoSuchKey", "NotFound"],
+    Kind.NO_BUCKET: ["NoSuchBucket"],
+    Kind.NO_RANGE: ["InvalidRange"],
+    Kind.NOT_IMPLEMENTED: ["NotImplemented"],
+    Kind.BUSY: [
+        "SlowDown", "SlowDownRead", "SlowDownWrite", "ServiceUnavailable", "Throttling", "ThrottlingException",
+        "ThrottledException", "TooManyRequests", "TooManyRequestsException", "RequestLimitExceeded", "RequestThrottled",
+        "RequestThrottledException", "RequestTimeout", "Busy", "ServerBusy",
+    ],
+    Kind.GARBLED: [
+        "BadDigest", "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch",
+    ],
+    Kind.EXPIRED: [
+        "ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId",
+    ],
+    Kind.REFUSED: [
+        "AccessDenied", "AllAccessDisabled", "AccountProblem", "SignatureDoesNotMatch", "InvalidSecurity",
+        "NotSignedUp", "UnauthorizedAccess", "AuthFailure", "MissingAuthenticationToken",
+    ],
+    Kind.SKEWED: ["RequestTimeTooSkewed"],
+    Kind.REGION: [
+        "PermanentRedirect", "TemporaryRedirect", "Redirect", "AuthorizationHeaderMalformed",
+        "IllegalLocationConstraintException",
+    ],
+    Kind.FULL: [
+        "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "EntityTooLarge",
+    ],
+}  # fmt: skip
 _BY_CODE = {code: kind for kind, codes in _CODES.items() for code in codes}
 _BY_STATUS = {
     301: Kind.REGION, 302: Kind.REGION, 307: Kind.REGION, 308: Kind.REGION, 401: Kind.REFUSED, 403: Kind.REFUSED,
@@ -162,7 +138,7 @@ def _answered(error: boto.ClientError) -> Failure:
     headers: Mapping[str, str] = about.get("HTTPHeaders", {})
     code, status = str(said.get("Code", "")), int(about.get("HTTPStatusCode", 0))
     kind = _BY_CODE.get(code) or _BY_STATUS.get(status) or (Kind.LOST if status >= 500 else Kind.OTHER)
-    if kind is Kind.CONFLICT and code not in _CODES[Kind.CONFLICT] and not (code in ("", "409")):
+    if kind is Kind.CONFLICT and code not in (*_CODES[Kind.CONFLICT], "", "409"):
         kind = Kind.OTHER  # a server's own conflict, such as a folder in the place of an object, does not pass
     message = str(said.get("Message", "")).strip().rstrip(".")
     words = [str(status), code if code != str(status) else "", f"({message:.200})" if message else ""]
@@ -197,71 +173,3 @@ def _ahead(said: Mapping[str, Any], headers: Mapping[str, str]) -> float | None:
             return None
     server = server if server.tzinfo else server.replace(tzinfo=UTC)
     return (local - server).total_seconds()
-
-
-_ACTIONS = {"PutObject": "s3:PutObject", "GetObject": "s3:GetObject", "HeadObject": "s3:GetObject"}
-_ACTIONS |= {"ListObjectsV2": "s3:ListBucket", "DeleteObject": "s3:DeleteObject"}
-
-
-def error_of(
-    failure: Failure, request: Request, *, endpoint: str, region: str, who: str, tries: int, maybe_done: bool
-) -> RecoveryError:
-    """The error that the caller of a verb gets. `maybe_done`: a create that may have been done in one of the tries."""
-    often = f" ({tries} times)" if tries > 1 else ""
-    said = f"{request}: {endpoint} answered {failure.answer}{often}"
-    match failure.kind:
-        case Kind.MISSING if request.operation in ("GetObject", "HeadObject"):
-            return ObjectMissing(f"{request.url} does not exist", hint="`snapshot-inspect verify` shows what else is missing")
-        case Kind.NO_BUCKET | Kind.MISSING:
-            hint = "make the bucket, or check its name and AWS_ENDPOINT_URL"
-            return NoStore(f"there is no store at {request.url}: {endpoint} has no bucket {request.bucket}", hint=hint)
-        case Kind.REFUSED | Kind.EXPIRED:
-            return _refused(failure, request, said, who)
-        case Kind.SKEWED:
-            return StoreUnavailable(f"{said}; {_clock(failure.ahead_s)}", hint="set this machine's clock (`timedatectl`)")
-        case Kind.REGION:
-            where = f"the bucket is in {failure.region}, the request" if failure.region else "the request"
-            hint = f"set AWS_REGION={failure.region}" if failure.region else _FIND_REGION.format(request.bucket)
-            return ConfigError(f"{said}: {where} was made for region {region}", hint=hint)
-        case Kind.FULL:
-            return StoreFull(said, hint="make room in the bucket or raise its quota; what was published is intact")
-        case Kind.CONFIG:
-            return ConfigError(f"{request}: {failure.answer}", hint="check the endpoint, AWS's own files and docs/s3.md")
-        case Kind.UNREACHABLE:
-            hint = "check that the server runs, and AWS_ENDPOINT_URL"
-            return StoreUnavailable(f"{request}: cannot reach {endpoint}{often}: {failure.answer}", hint=hint)
-        case _ if maybe_done:
-            hint = "read the object back before deciding"
-            what = f"got no answer from {endpoint}" if failure.kind is Kind.LOST else f"{endpoint} answered"
-            return OutcomeUnknown(f"{request} may or may not have been done: {what}{often}: {failure.answer}", hint=hint)
-        case Kind.LOST:
-            return StoreUnavailable(f"{request}: no answer from {endpoint}{often}: {failure.answer}", hint=_WAIT)
-        case Kind.BUSY | Kind.CONFLICT | Kind.GARBLED:
-            return StoreUnavailable(said, hint=_WAIT)
-        case _:
-            return StoreUnavailable(said, hint="see what the server's documentation says of this code")
-
-
-_WAIT = "wait for the server, or look at its state; the same call may be made again"
-_FIND_REGION = "set AWS_REGION to what `aws s3api get-bucket-location --bucket {}` says"
-
-
-def _refused(failure: Failure, request: Request, said: str, who: str) -> CredentialsRefused:
-    action = _ACTIONS.get(request.operation, request.operation)
-    if failure.code == "NoCredentials":
-        hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or run where a role is given"
-        return CredentialsRefused(f"{request}: {failure.answer}", hint=hint)
-    if failure.kind is Kind.EXPIRED:
-        hint = "renew the credentials where they come from, then run the same command again"
-        return CredentialsRefused(f"{said}, for {who}: they are out of date or unknown", hint=hint)
-    if request.operation in ("GetObject", "HeadObject") and failure.code in ("AccessDenied", "403"):
-        hint = f"allow {action}, and s3:ListBucket on the bucket: without it S3 does not tell the two apart"
-        return CredentialsRefused(f"{said}, for {who}: not found or no permission", hint=hint)
-    hint = f"allow {action} for this bucket and prefix (docs/s3.md has the policy), or use other credentials"
-    return CredentialsRefused(f"{said}, for {who}", hint=hint)
-
-
-def _clock(ahead_s: float | None) -> str:
-    if ahead_s is None:
-        return "this machine's clock and the server's differ"
-    return f"this machine's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s >= 0 else 'behind'} the server's"

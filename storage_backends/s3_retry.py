@@ -5,11 +5,11 @@ Does not know: what a request is, how its failure is told apart (s3_failures.py)
 
 Invariants:
 1. A repetition is the same request with the same bytes, signed anew.
-2. What passes with time (busy, a conflict, a lost answer) is repeated until `retry_for_s` is over; a server that cannot
-   be reached is tried UNREACHABLE_TRIES times; a refused signature is tried once more with credentials looked up anew,
-   a refused clock once more with a new time.
-3. Pauses double from PAUSE_S to PAUSE_MAX_S, each shortened by a random share so that writers do not come back together;
-   a server that says when to come back is obeyed within that.
+2. What passes with time (busy, a conflict, a lost answer) is repeated until `retry_for_s` is over. A server that cannot
+   be reached is tried UNREACHABLE_TRIES times. Credentials that are out of date are looked up anew once, and a request
+   that came with a wrong time is made once more.
+3. Pauses double from PAUSE_S to PAUSE_MAX_S, each shortened by a random share, so that writers do not come back
+   together; a server that says when to come back is obeyed within that.
 4. Time and chance are given from outside.
 """
 

@@ -101,6 +101,15 @@ class Layout:
     def n_batches(self) -> int:
         return -(-self.n_records // self.per_batch)
 
+    @property
+    def nbytes(self) -> int:
+        """What all chunks are together when they are decompressed."""
+        total = 0
+        for name, kind in ARRAYS.items():
+            values = self.chunk_values[name] * self.n_chunks[name] if kind.ranges else self.per_batch * self.n_batches
+            total += kind.element_nbytes * values
+        return total
+
     def records_of(self, batch: int) -> int:
         return min(self.per_batch, self.n_records - batch * self.per_batch)
 

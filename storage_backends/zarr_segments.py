@@ -34,6 +34,9 @@ from storage_backends.zarr_columns import from_columns, to_columns
 TOKENS_PER_BATCH = 1 << 24
 """Batches have fewer records if one would hold more tokens, so that zarr_batches.BATCH_BYTES_MAX is never near."""
 
+NBYTES_ALWAYS, RATIO_MAX = 1 << 30, 256
+"""A segment may decompress to NBYTES_ALWAYS, and to more only in this proportion to its own length."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
@@ -70,6 +73,8 @@ class ZarrSegmentCodec:
             _info(data, entries[first].offset, entries[stop - 1].stop, len(part))
             for first, stop, part in zip(bounds, bounds[1:], parts, strict=False)
         )
+        if layout.nbytes > _nbytes_max(data):
+            raise ValueError(f"a segment of {layout.nbytes} bytes in {len(data)} could not be read again")
         total = crc32c(data)
         key = f"{key_stem}-{total:08x}.{self.suffix}"
         return EncodedSegment(data, SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos))
@@ -117,12 +122,18 @@ def _open(data: bytes, what: str) -> tuple[Layout, list[_Batch]]:
     if [entry.name for entry in entries[: len(names)]] != names:
         raise Damaged(f"{what} does not have the arrays of its format")
     layout = zarr_arrays.read_layout({entry.name: entry.data for entry in entries[: len(names)]}, what)
+    if layout.nbytes > _nbytes_max(data):
+        raise Damaged(f"{what} claims {layout.nbytes} bytes; at most {_nbytes_max(data)} are allowed")
     batches = []
     for number, part in enumerate(zarr_batches.split(entries[len(names) :], layout, what)):
         runs = zarr_batches.runs_of(part, number, what)
         batches.append(_Batch(part[0].offset, part[-1].stop, layout.records_of(number), runs))
     zarr_batches.check_all([batch.runs for batch in batches], layout, what)
     return layout, batches
+
+
+def _nbytes_max(data: bytes) -> int:
+    return NBYTES_ALWAYS + RATIO_MAX * len(data)
 
 
 def _records(runs: Mapping[str, Run], n_records: int, layout: Layout | None, what: str) -> list[Record]:

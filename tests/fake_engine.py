@@ -11,8 +11,10 @@ unchanged: the next token is a hash of the prompt and of all tokens before it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -101,6 +103,21 @@ Content = Mapping[CallId, tuple[int, bool]]
 
 def content_of(ledger: Ledger) -> dict[CallId, tuple[int, bool]]:
     return {entry.call_id: (entry.n_tokens, entry.state != OPEN) for entry in ledger}
+
+
+class InlinePool:
+    """The stager's pool without its thread: what is submitted is done on the spot."""
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*arguments))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+    def shutdown(self, wait: bool, cancel_futures: bool) -> None:
+        pass
 
 
 class DirectFleet:
@@ -214,6 +231,7 @@ class Life:
         self.stager = Stager(
             store, self.segments, entropy, epoch=self.log.epoch, worker="w0", on_staged=self._note_staged
         )
+        self.stager._pool = InlinePool()  # type: ignore[assignment]
         self.fleet = DirectFleet(self.table, self.stager, states)
         self.coordinator = Coordinator(
             publication, self.fleet, ManualClock(), timeout_s=60, fingerprint=codec.fingerprint(must)
@@ -282,16 +300,21 @@ class Life:
             self.published[attempt.snapshot] = known
         return attempt
 
-    def run_to_end(self, flush_every: int = 4) -> dict[str, tuple[int, ...]]:
-        """Decode everything, take a last snapshot and read the answers back from the store."""
+    def work_to_end(self, flush_every: int = 4) -> None:
+        """Decode everything and take a last snapshot."""
         self.dispatch()
         while self.live:
             self.decode(flush_every)
             self.flush()
         for _ in range(3):
             if self.snapshot("final").snapshot is not None:
-                return self.answers()
+                return
         raise AssertionError(f"no last snapshot: {self.attempts[-1]}")
+
+    def run_to_end(self, flush_every: int = 4) -> dict[str, tuple[int, ...]]:
+        """Do all the work, and read the answers back from the store."""
+        self.work_to_end(flush_every)
+        return self.answers()
 
     def answers(self) -> dict[str, tuple[int, ...]]:
         """Tokens of every ended call, from the store."""

@@ -171,9 +171,10 @@ def _keep_seaweedfs(folder: str) -> None:
     finally:
         process.kill()
         process.wait()
-        for kind, number in zip(("master", "volume", "filer", "s3"), (master_grpc, volume_grpc, filer_grpc, port_grpc)):
-            with suppress(OSError):  # the one file whose place cannot be chosen
-                os.unlink(f"/tmp/seaweedfs-{kind}-grpc-{number}.sock")
+        sockets = {"master": master_grpc, "volume": volume_grpc, "filer": filer_grpc, "s3": port_grpc}
+        for part, number in sockets.items():
+            with suppress(OSError):  # their place cannot be chosen
+                os.unlink(f"/tmp/seaweedfs-{part}-grpc-{number}.sock")
 
 
 def _die_with_parent() -> None:
