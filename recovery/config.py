@@ -137,7 +137,6 @@ _NO_UPDATES = "a batch job has no weight updates: leave it out, or use recovery.
 
 # What the schema knows and this version does not do. To support one, delete its line.
 UNSUPPORTED = (
-    Unsupported("rollout_checkpointing.codec", "zarr", "use codec: arrow"),
     Unsupported("rollout_checkpointing.gym.mode", "turn", "use mode: prefix_recovery, which keeps turns too"),
     Unsupported("rollout.max_policy_version_lag", None, _NO_UPDATES),
     Unsupported("rollout.on_stale", None, _NO_UPDATES),

@@ -38,6 +38,9 @@ _Listing = list[Listed]
 SLOWEST_BYTES_S = 1 << 20
 """A transfer that is slower than this is given up."""
 
+PAGE_KEYS = 1000
+"""What S3 gives in one answer at most."""
+
 _BELOW_SLASH = re.compile(r"[\x00-.]")
 
 
@@ -120,7 +123,7 @@ class S3Store:
     def list(self, prefix: str, after: str = "") -> _Listing:
         check_prefix(prefix)
         root = f"{self.prefix}/" if self.prefix else ""
-        asked: dict[str, Any] = {"Bucket": self.bucket, "Prefix": root + prefix}
+        asked: dict[str, Any] = {"Bucket": self.bucket, "Prefix": root + prefix, "MaxKeys": PAGE_KEYS}
         if begin := _safe_start(after):
             asked["StartAfter"] = root + begin
         found: list[Listed] = []
@@ -235,11 +238,13 @@ class S3Store:
 def _safe_start(after: str) -> str:
     """From where a server may begin to list and still give everything above `after`.
 
-    Some servers go folder by folder, where `a/b` comes before `a-b`. Up to the first character below the slash both
-    orders agree; what is given too much is left out here.
+    Some servers go folder by folder, where `a/b` comes before `a-b`, and begin behind the folder that has the given
+    name. Up to the first character below the slash both orders agree; without the last character no folder that is
+    skipped holds what is wanted. What comes too much is left out by the caller.
     """
     match = _BELOW_SLASH.search(after)
-    return after[: match.start()] if match else after
+    start = after[: match.start()] if match else after
+    return start if start.endswith("/") else start[:-1]
 
 
 def open_s3(url: str, *, create: bool = False, **options: Any) -> S3Store:

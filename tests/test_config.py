@@ -392,7 +392,6 @@ def test_places_are_compared_through_links(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", UNSUPPORTED, ids=lambda row: row.path)
 def test_what_is_not_supported_is_refused_by_name(row: config.Unsupported) -> None:
     other = {
-        "codec": "zarr",
         "mode": "turn",
         "max_policy_version_lag": 3,
         "on_stale": "reject",

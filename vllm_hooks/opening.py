@@ -30,7 +30,7 @@ from recovery.slots import SlotLog
 from recovery.snapshots import make_root
 from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec
-from storage_backends.arrow_segments import ArrowSegmentCodec
+from storage_backends.codecs import MixedSegmentCodec
 
 
 class SystemClock:
@@ -79,7 +79,7 @@ def open_store_for(
     store = open_store(config.store, create=True)
     clock, entropy = SystemClock(), SystemEntropy()
     make_root(store, entropy)
-    segments, ledgers = ArrowSegmentCodec(), ArrowLedgerCodec()
+    segments, ledgers = MixedSegmentCodec(config.codec), ArrowLedgerCodec()
     segments.encode([], "seg/warm")  # the first use of the codec is the slowest, and the first flush must not wait
     log = SlotLog(store, clock, entropy, owner or f"{socket.gethostname()} pid {os.getpid()}")
     log.claim()

@@ -23,9 +23,8 @@ from typing import Any
 import pytest
 
 from storage_backends.testing import servers
-from storage_backends.testing.servers import KEY, REGION, SECRET, Server
+from storage_backends.testing.servers import BUCKET, KEY, REGION, SECRET, Server
 
-BUCKET = "bucket"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 

@@ -15,6 +15,7 @@ Usage: python -m storage_backends.testing.servers moto | seaweedfs FOLDER   (pri
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ from typing import Any
 
 KEY, SECRET = "tester", "tester-secret"
 REGION = "us-east-1"
+BUCKET = "bucket"
 DOMAIN = "s3.test"
 """Hosts below this name have to lead to loopback (tests see to it); what stands before it is a bucket's name."""
 
@@ -51,12 +53,13 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
     def client(self) -> Any:
         """A client that has nothing in common with the store's but botocore."""
         return raw_client(self.url)
 
     def make_bucket(self, name: str) -> str:
-        self.client().create_bucket(Bucket=name)
+        self.client.create_bucket(Bucket=name)
         return name
 
     def stop(self) -> None:
@@ -71,6 +74,7 @@ class Server:
         self.process.stdout.close()
 
 
+@functools.cache
 def raw_client(url: str) -> Any:
     """botocore's own client for a server here."""
     import botocore.session

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,14 +79,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         top.print_help()
         return 0
     try:
-        return _run_verb(arguments)
+        code = _run_verb(arguments)
     except RecoveryError as error:
         print(f"prefix-recovery: {error.message}", file=sys.stderr)
         if error.hint:
             print(f"  {error.hint}", file=sys.stderr)
-        return error.exit_code
+        code = error.exit_code
     except KeyboardInterrupt:
-        return 130
+        code = 130
+    _leave_what_hangs(code)
+    return code
+
+
+def _leave_what_hangs(code: int) -> None:
+    """End this process if a thread still waits for a store that does not answer: the interpreter would join it."""
+    if any(thread.name.startswith("stager") and not thread.daemon for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _run_verb(arguments: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import BadLine, Prompt, Sample
 from prefix_recovery.results import Results
-from prefix_recovery.rows import make_row
+from prefix_recovery.rows import make_row, text_of
 from prefix_recovery.tally import Tally
 from recovery.calls import LiveCall
 from recovery.config import JobConfig
@@ -76,6 +76,7 @@ class Dispatch:
             session.on_tokens = self._count
         self._slots = asyncio.Semaphore(config.max_concurrent_calls)
         self._rows: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._n_generating, self._fed = 0, False
         self.outcome = Outcome()
 
     def _count(self, call: LiveCall, n_tokens: int) -> None:
@@ -134,15 +135,17 @@ class Dispatch:
             rows = []
             for entry in part:
                 transcript = transcripts[entry.call_id]
+                sample, ids = self._samples[entry.identity.rollout], transcript.token_ids.tolist()
                 rows.append(
                     self._row(
-                        self._samples[entry.identity.rollout],
+                        sample,
                         transcript.request,
-                        transcript.token_ids.tolist(),
+                        ids,
                         transcript.logprobs.tolist(),
                         transcript.version_spans,
                         entry.history,
                         *entry.ended,
+                        text_of(self._tokenizer_for(sample), transcript.request, ids, *entry.ended),
                     )
                 )
             self._results.append(rows)
@@ -158,6 +161,7 @@ class Dispatch:
         history: Sequence[Any],
         finish_reason: str,
         stop_reason: int | str | None,
+        text: str,
     ) -> dict[str, Any]:
         return make_row(
             id=sample.prompt.id,
@@ -169,8 +173,16 @@ class Dispatch:
             history=history,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            tokenizer=self._tokenizer,
+            text=text,
         )
+
+    def _fields(self, sample: Sample) -> dict[str, Any]:
+        """The sampling of one sample, as its line and the job ask for it."""
+        return {"logprobs": 0, **self._config.sampling, **sample.prompt.sampling}
+
+    def _tokenizer_for(self, sample: Sample) -> Any | None:
+        """The tokenizer, unless the sample asked for no text."""
+        return self._tokenizer if self._fields(sample).get("detokenize", True) else None
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
@@ -200,7 +212,16 @@ class Dispatch:
         async with asyncio.TaskGroup() as group:
             for sample in todo:
                 await self._slots.acquire()
+                self._n_generating += 1
                 group.create_task(self._one(sample))
+            self._fed = True
+            self._ask_for_the_last_cut()
+
+    def _ask_for_the_last_cut(self) -> None:
+        """Where only a cut makes results durable, those that end last must not wait for the next interval."""
+        flushes = self._config.rollout_checkpointing.gym.generation_chunk_flush_tokens
+        if self._fed and self._n_generating == 0 and not flushes:
+            self._session.want_snapshot("all calls ended")
 
     async def _one(self, sample: Sample) -> None:
         try:
@@ -216,6 +237,8 @@ class Dispatch:
             return
         finally:
             self._slots.release()
+            self._n_generating -= 1
+            self._ask_for_the_last_cut()
         await self._finish(sample, output)
 
     async def _generate(self, sample: Sample, prompt: Any, params: Any) -> Any:
@@ -228,16 +251,16 @@ class Dispatch:
             return
         if self._session.capturing and self._session.has_result(sample.name):
             call = await self._session.durable(sample.name)
-            self._rows.put_nowait(self._captured_row(sample, call))
+            self._rows.put_nowait(self._captured_row(sample, call, completion.text))
             return
         ids = list(completion.token_ids)
         request = Request(rollout=sample.name, prompt_token_ids=output.prompt_token_ids, sampling={})
         logprobs = surface.sampled_logprobs(ids, completion.logprobs) or []
         spans = [(0, len(ids), self._session.version)]
-        row = self._row(sample, request, ids, logprobs, spans, (), completion.finish_reason, completion.stop_reason)
-        self._rows.put_nowait({**row, "text": completion.text})
+        ended = (completion.finish_reason, completion.stop_reason, completion.text)
+        self._rows.put_nowait(self._row(sample, request, ids, logprobs, spans, (), *ended))
 
-    def _captured_row(self, sample: Sample, call: LiveCall) -> dict[str, Any]:
+    def _captured_row(self, sample: Sample, call: LiveCall, text: str) -> dict[str, Any]:
         assert call.ended is not None
         return self._row(
             sample,
@@ -248,6 +271,7 @@ class Dispatch:
             self._session.history(call.call_id),
             call.ended.finish_reason,
             call.ended.stop_reason,
+            text,
         )
 
     def _refused(self, sample: Sample, error: str) -> None:
@@ -279,9 +303,8 @@ class Dispatch:
         """Prompt ids and SamplingParams of a sample. Raises InputError for what cannot be one."""
         from vllm.sampling_params import RequestOutputKind
 
-        fields = {"logprobs": 0, **self._config.sampling, **sample.prompt.sampling}
         try:
-            params = surface.sampling_params(fields)
+            params = surface.sampling_params(self._fields(sample))
         except (TypeError, ValueError) as error:
             raise InputError(f"sampling: {error}", hint="see vLLM's SamplingParams for the fields") from error
         params.output_kind = RequestOutputKind.FINAL_ONLY

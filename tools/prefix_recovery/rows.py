@@ -5,16 +5,20 @@ Does not know: files, sessions.
 
 Invariants:
 1. A row is a function of the call's stored state and the tokenizer: made before or after a crash it is the same.
-2. Text comes from decoding all output ids at once, never from joining decoded parts (case K1).
+2. Text is the engine's: of a call that ran here it is what the engine delivered, of a stored one it comes from the
+   engine's own detokenizer over all ids, begun after the prompt. Decoding the ids alone would differ in a first space
+   (SentencePiece) and in a character that the last token leaves unfinished.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from recovery.model import PolicyVersion, Request, Restarted, Restore, Resumed
+from vllm_hooks import surface
 
 
 def make_row(
@@ -28,7 +32,7 @@ def make_row(
     history: Sequence[Restore],
     finish_reason: str,
     stop_reason: int | str | None,
-    tokenizer: Any | None,
+    text: str,
 ) -> dict[str, Any]:
     """One output row, JSON-able. Non-finite logprobs become the strings NaN, Infinity, -Infinity."""
     return {
@@ -37,7 +41,7 @@ def make_row(
         "prompt_token_ids": [int(token) for token in request.prompt_token_ids],
         "token_ids": [int(token) for token in token_ids],
         "logprobs": [json_number(value) for value in logprobs],
-        "text": text_of(tokenizer, token_ids, request.sampling, finish_reason, stop_reason),
+        "text": text,
         "finish_reason": finish_reason,
         "stop_reason": stop_reason,
         "version_spans": [[start, end, v.lineage, v.number] for start, end, v in version_spans],
@@ -62,26 +66,22 @@ def json_number(value: float) -> float | str:
 
 
 def text_of(
-    tokenizer: Any | None,
-    token_ids: Sequence[int],
-    sampling: Mapping[str, Any],
-    finish_reason: str,
-    stop_reason: int | str | None,
+    tokenizer: Any | None, request: Request, token_ids: Sequence[int], finish_reason: str, stop_reason: int | str | None
 ) -> str:
-    """The text of an answer as vLLM gives it: without the token or string that stopped it, unless asked for."""
-    if tokenizer is None or sampling.get("detokenize") is False:
+    """The text of a stored answer, as the engine gave it or would have given it."""
+    if tokenizer is None:
         return ""
-    keep_stop = bool(sampling.get("include_stop_str_in_output", False))
-    ids = [int(token) for token in token_ids]
-    if finish_reason == "stop" and not isinstance(stop_reason, str) and not keep_stop:
-        ids = ids[:-1]
-    text: str = tokenizer.decode(
-        ids,
-        skip_special_tokens=bool(sampling.get("skip_special_tokens", True)),
-        spaces_between_special_tokens=bool(sampling.get("spaces_between_special_tokens", True)),
+    asked = request.sampling
+    params = SimpleNamespace(
+        detokenize=True,
+        stop=asked.get("stop") or [],
+        min_tokens=int(asked.get("min_tokens", 0)),
+        include_stop_str_in_output=bool(asked.get("include_stop_str_in_output", False)),
+        skip_special_tokens=bool(asked.get("skip_special_tokens", True)),
+        spaces_between_special_tokens=bool(asked.get("spaces_between_special_tokens", True)),
     )
-    if isinstance(stop_reason, str) and finish_reason == "stop":
-        at = text.rfind(stop_reason)
-        if at >= 0:
-            text = text[: at + len(stop_reason)] if keep_stop else text[:at]
+    prompt_ids = [int(token) for token in request.prompt_token_ids]
+    decoder = surface.detokenizer(tokenizer, params, prompt_ids, request.rollout)
+    decoder.update([int(token) for token in token_ids], finish_reason == "stop" and not isinstance(stop_reason, str))
+    text: str = decoder.get_next_output_text(True, False)
     return text

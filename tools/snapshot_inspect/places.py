@@ -127,9 +127,9 @@ def _files(root: str) -> Iterator[tuple[str, int]]:
 
 @cache
 def segment_codec() -> SegmentCodec:
-    from storage_backends.arrow_segments import ArrowSegmentCodec
+    from storage_backends.codecs import MixedSegmentCodec
 
-    return ArrowSegmentCodec()
+    return MixedSegmentCodec()
 
 
 @cache
