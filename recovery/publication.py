@@ -153,7 +153,8 @@ class Publication:
         work = self.retention.published()
         for key in work.delete:
             self._store.delete(key)
-        if work.intend:
+        # A list of garbage is garbage itself, but not worth a slot of its own: it goes with the next real intent.
+        if any(not key.startswith(layout.GARBAGE) for key in work.intend):
             key = layout.garbage_key(self.log.epoch, self._entropy.hex(8))
             victims = put_object(self._store, key, canonical_json(list(work.intend)))
             self.log.append("gc", {"victims": victims.as_json(), "count": len(work.intend)})

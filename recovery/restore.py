@@ -26,7 +26,15 @@ from typing import Any, Literal
 from recovery import garbage, resume
 from recovery.adoption import Adoption, adopt
 from recovery.codec import canonical_json, fingerprint
-from recovery.errors import CannotRestore, Damaged, Fenced, FingerprintMismatch, NothingPublished, RecoveryError
+from recovery.errors import (
+    CannotRestore,
+    CredentialsRefused,
+    Damaged,
+    Fenced,
+    FingerprintMismatch,
+    NothingPublished,
+    RecoveryError,
+)
 from recovery.ledger import Entry, Ledger
 from recovery.log import Slot
 from recovery.model import OPEN, CallId
@@ -148,6 +156,8 @@ def choose(
             if read.slot.kind == "snapshot" and (seq == choice or not isinstance(choice, int)):
                 chosen.loaded, chosen.transcripts = _verify(store, segments, ledgers, read.slot, must, chosen.collected)
                 return chosen
+        except CredentialsRefused:
+            raise  # says nothing about the snapshot: an older one must not be taken for it
         except (Damaged, CannotRestore) as error:
             if choice in ("strict", seq):
                 raise

@@ -52,15 +52,31 @@ def slot_exists(store: ObjectStore, seq: int) -> bool:
     return True
 
 
-def find_tail(store: ObjectStore) -> int:
-    """The largest existing slot number, 0 for an empty log. The hint only saves a listing."""
-    tail = _hinted(store)
+def find_tail(store: ObjectStore, *, trust_hint: bool = True) -> int:
+    """The largest existing slot number, 0 for an empty log. The hint only saves a listing.
+
+    Without the hint a slot that was lost in the middle cannot hide those behind it: who is about to write looks so.
+    """
+    tail = _hinted(store) if trust_hint else None
     if tail is None or not slot_exists(store, tail):
-        numbers = (log.seq_of_key(item.key) for item in store.list(log.PREFIX))
-        tail = max((n for n in numbers if n is not None), default=0)
+        tail = _listed_tail(store)
     while slot_exists(store, tail + 1):
         tail += 1
     return tail
+
+
+def _listed_tail(store: ObjectStore) -> int:
+    """The largest listed number that is a slot: it follows another, or it reads as one. A stray file is neither."""
+    numbers = {n for n in (log.seq_of_key(item.key) for item in store.list(log.PREFIX)) if n}
+    for number in sorted(numbers, reverse=True):
+        if number == 1 or number - 1 in numbers:
+            return number
+        try:
+            read_slot(store, number)
+        except Damaged:
+            continue
+        return number
+    return 0
 
 
 def _hinted(store: ObjectStore) -> int | None:
@@ -112,7 +128,7 @@ class SlotLog:
 
     def claim(self) -> int:
         """Take the next epoch; every coordinator of a lower one is fenced from here on. Returns the epoch."""
-        self._tail = find_tail(self._store)
+        self._tail = find_tail(self._store, trust_hint=False)
         while True:
             epoch, self._prev = self._last()
             outcome, found = self._create(self._slot("epoch", epoch + 1, {}))

@@ -29,6 +29,7 @@ class Fate(Enum):
     GO = "go"
     FAIL = "fail before it is applied"
     LOSE = "apply it and lose the answer"
+    DELAY = "lose the answer, and apply it some time later"
     KILL_BEFORE = "kill the actor before it"
     KILL_AFTER = "kill the actor after it"
 
@@ -52,6 +53,8 @@ class Actor:
         self.killed = False
         self.result: Any = None
         self.error: BaseException | None = None
+        self.delayed: list[Callable[[], Any]] = []
+        """Calls on their way; the test makes them when it likes, also after the actor's end."""
         self._work = work
         self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._fates: queue.SimpleQueue[Fate] = queue.SimpleQueue()
@@ -113,6 +116,9 @@ class _Stopping(Wrapped):
             case Fate.LOSE:
                 apply()
                 raise OutcomeUnknown(f"the answer to {verb} of {key} was lost")
+            case Fate.DELAY:
+                self._actor.delayed.append(apply)
+                raise OutcomeUnknown(f"no answer to {verb} of {key}")
             case Fate.KILL_BEFORE:
                 raise Killed(f"before {verb} of {key}")
             case Fate.KILL_AFTER:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +79,7 @@ class JobProcess:
 
     def engine_core(self) -> Identity:
         """Its engine's process."""
-        (found,) = [identity for identity in self.descendants()]
+        (found,) = self.descendants()
         return found
 
     def after(self, n_tokens: int) -> JobProcess:
@@ -120,10 +120,8 @@ def running(config: Path, name: str, *arguments: str, **options: object) -> Iter
     try:
         yield job
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(job.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         job.process.wait()
 
 

@@ -362,6 +362,7 @@ def test_c3_a_fresh_segment_that_is_damaged_costs_its_calls_their_newest_chunk_a
     assert second.verdict is Verdict.PUBLISHED
     assert sum(world.life.coordinator.rejected.values()) > 0, "what came after the lost chunk does not fit"
     again = Life(world.inner, 2)
+    assert again.restored.passed_over == [], "it is accounted for, so that no restore looks at it again"
     for prompt in again.prompts:
         entry = again.publication.ledger.get(prompt.call_id)
         assert entry is not None and entry.n_tokens >= min(3, len(prompt.reference())), "the flush before it is kept"

@@ -26,7 +26,7 @@ from prefix_recovery.processes import Identity, descendants, end_leftovers
 from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import read_prompts
 from prefix_recovery.results import OutputLock, Results, write_errors
-from prefix_recovery.rows import json_number, make_row, text_of
+from prefix_recovery.rows import json_number, make_row
 from prefix_recovery.tally import read_tally
 from recovery.config import job_schema
 from recovery.errors import ConfigError, InputError, Locked, StoreFull
@@ -487,7 +487,7 @@ def test_a_row_has_the_documented_fields() -> None:
         history=history,
         finish_reason="stop",
         stop_reason=8,
-        tokenizer=None,
+        text="hi",
     )
     assert json.loads(json.dumps(made, allow_nan=False)) == {
         "id": "p-17",
@@ -495,7 +495,7 @@ def test_a_row_has_the_documented_fields() -> None:
         "prompt_token_ids": [1, 2],
         "token_ids": [5, 6, 7, 8],
         "logprobs": [-0.5, "NaN", "-Infinity", "Infinity"],
-        "text": "",
+        "text": "hi",
         "finish_reason": "stop",
         "stop_reason": 8,
         "version_spans": [[0, 3, "a", 3], [3, 4, "b", 4]],
@@ -503,29 +503,6 @@ def test_a_row_has_the_documented_fields() -> None:
         "restarts": [{"at": 5, "snapshot": 13, "reason": "temperature: because"}],
     }
     assert math.copysign(1, float(json_number(-0.0))) == -1
-
-
-class Letters:
-    """A tokenizer of letters: 0 is a, 1 is b; 26 and above are special."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
-        return "".join(chr(97 + i) if i < 26 else ("" if skip_special_tokens else f"<{i}>") for i in ids)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "finish", "stop", "text"),
-    [
-        ({}, "length", None, "abcd"),
-        ({}, "stop", 3, "abc"),
-        ({"include_stop_str_in_output": True}, "stop", 3, "abcd"),
-        ({"stop": ["cd"]}, "stop", "cd", "ab"),
-        ({"stop": ["bc"]}, "stop", "bc", "a"),
-        ({"stop": ["bc"], "include_stop_str_in_output": True}, "stop", "bc", "abc"),
-        ({"detokenize": False}, "length", None, ""),
-    ],
-)
-def test_text_ends_where_the_call_was_stopped(sampling: dict[str, Any], finish: str, stop: Any, text: str) -> None:
-    assert text_of(Letters(), [0, 1, 2, 3], sampling, finish, stop) == text
 
 
 def test_progress_in_a_log_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -482,3 +482,20 @@ def test_real_threads_on_one_store_have_one_winner_per_slot() -> None:
         thread.join()
     slots = all_slots(store)
     assert sorted(told) == [(slot.seq, slot.owner) for slot in slots]
+
+
+def test_a_lost_slot_does_not_hide_those_behind_it_from_a_claim() -> None:
+    store = MemoryStore()
+    log_ = claimed(store)
+    for _ in range(4):
+        log_.append("snapshot", {})
+    store.put(log.HINT_KEY, b'{"tail": 2}')
+    store.delete(log.slot_key(3))
+    assert claimed(store, "late").tail == 6
+
+
+def test_a_stray_file_is_no_tail() -> None:
+    store = MemoryStore()
+    claimed(store)
+    store.put_new("log/999999999999.json", b"stray")
+    assert find_tail(store, trust_hint=False) == 1

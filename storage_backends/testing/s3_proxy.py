@@ -90,13 +90,18 @@ class CutShort:
 
 
 @dataclass(frozen=True, slots=True)
+class Garble:
+    """Flip one bit of the body on its way to the server."""
+
+
+@dataclass(frozen=True, slots=True)
 class Hang:
     """Neither pass on nor answer until `event` is set or the proxy is closed; then close the connection."""
 
     event: threading.Event = field(default_factory=threading.Event)
 
 
-Fault = PassOn | Answer | Instead | DropBefore | DropAfter | CutShort | Hang
+Fault = PassOn | Answer | Instead | DropBefore | DropAfter | CutShort | Garble | Hang
 Plan = Callable[[Seen], Fault]
 
 PASS_ON = PassOn()
@@ -263,6 +268,8 @@ class _Exchange(BaseHTTPRequestHandler):
                 self._reset()
             case CutShort(nbytes):
                 self._give(*self._ask(body), most=nbytes)
+            case Garble():
+                self._give(*self._ask(bytes([body[0] ^ 1]) + body[1:]))
             case Hang(event):
                 while not event.wait(0.02) and not self.owner.closing.is_set():
                     pass

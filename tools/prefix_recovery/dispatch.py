@@ -136,6 +136,8 @@ class Dispatch:
             for entry in part:
                 transcript = transcripts[entry.call_id]
                 sample, ids = self._samples[entry.identity.rollout], transcript.token_ids.tolist()
+                finish_reason, stop_reason = entry.ended
+                text = text_of(self._tokenizer_for(sample), transcript.request, ids, finish_reason, stop_reason)
                 rows.append(
                     self._row(
                         sample,
@@ -144,8 +146,9 @@ class Dispatch:
                         transcript.logprobs.tolist(),
                         transcript.version_spans,
                         entry.history,
-                        *entry.ended,
-                        text_of(self._tokenizer_for(sample), transcript.request, ids, *entry.ended),
+                        finish_reason,
+                        stop_reason,
+                        text,
                     )
                 )
             self._results.append(rows)
