@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import threading
 import weakref
@@ -80,6 +81,21 @@ def _io() -> _Io:
     return found
 
 
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _keep_for_ever() -> None:
+    """In a forked child: never let what the parent made come to its end here, not even when the child exits.
+
+    Its end would take the parent's sockets out of the parent's event loop: parent and child share one epoll.
+    """
+    for each in (*_clients, *_ios.values()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)
+
+
 class Client:
     """The file system of one process."""
 
@@ -90,6 +106,7 @@ class Client:
         self._fs: Any = None
         self.generation = 0
         self.counters = S3Counters()
+        _clients.add(self)
 
     @property
     def alive(self) -> bool:
@@ -105,16 +122,17 @@ class Client:
             raise
 
     async def _do(self, work: Work[T]) -> T:
-        return await work(self._filesystem())
-
-    def _filesystem(self) -> Any:
         with self._lock:
             if self._fs is None:
                 configured: Mapping[str, Any] = fsspec.config.apply_config(s3fs.S3FileSystem, {})
                 self._fs = s3fs.S3FileSystem(**filesystem_arguments(self._options, configured))
                 self._fs.retries = 1
-                weakref.finalize(self._fs, _close, os.getpid(), self._io.loop, self._fs.__dict__)
-            return self._fs
+            fs = self._fs
+        if fs._s3 is None:
+            await fs.set_session()
+            if not hasattr(fs, "closed_by"):
+                fs.closed_by = weakref.finalize(fs, _close, os.getpid(), self._io.loop, fs._s3creator)
+        return await work(fs)
 
     def renew(self, generation: int) -> bool:
         """Look credentials up anew, unless that was done since `generation`. False if they were given as they are."""
@@ -183,10 +201,9 @@ class Connection:
         return found
 
 
-def _close(pid: int, loop: asyncio.AbstractEventLoop, state: dict[str, Any]) -> None:
+def _close(pid: int, loop: asyncio.AbstractEventLoop, creator: Any) -> None:
     """Close the connections of a file system that nobody has any more, in the process that made it."""
-    creator = state.get("_s3creator")
-    if pid != os.getpid() or creator is None or not loop.is_running():
+    if pid != os.getpid() or not loop.is_running():
         return
     closing = creator.__aexit__(None, None, None)
     try:

@@ -127,6 +127,8 @@ def understand(error: BaseException) -> Failure | None:
             | boto.SSOError()
         ):
             return Failure(kind=Kind.REFUSED, answer=_first_line(error), cause=error, code="NoCredentials")
+        case RecursionError():  # botocore asks for the bucket's region for ever, of a server that only redirects
+            return Failure(kind=Kind.REGION, answer="a redirect that names no region", cause=error)
         case boto.BotoCoreError():
             return Failure(kind=Kind.CONFIG, answer=_first_line(error), cause=error)
     return None

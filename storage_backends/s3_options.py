@@ -6,9 +6,11 @@ Does not know: requests, errors of a server, what a store holds.
 
 Invariants:
 1. Bucket and prefix are taken literally: nothing is percent-decoded, and `?`, `#`, `+` and spaces are characters.
-2. No component of a prefix is empty, `.` or `..`, and a prefix leaves room for every key (S3 allows 1024 bytes).
+2. No component of a prefix is empty, `.` or `..`, no server takes one for another, and a prefix leaves room for every
+   key (S3 allows 1024 bytes).
 3. What is given here wins over the FSSPEC configuration, which wins over AWS_* variables and AWS's own files.
-4. s3fs and botocore never repeat a request by themselves (s3_retry.py does), and nothing is listed from a cache.
+4. s3fs and botocore never repeat a request by themselves (s3_retry.py does; the HTTP library may, once, where a
+   connection broke), and nothing is listed from a cache.
 5. A secret is in no message and no repr.
 """
 
@@ -30,7 +32,7 @@ KEY_BYTES_MAX = 1024
 PREFIX_BYTES_MAX = 768
 
 _BUCKET = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{1,254}")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_NOT_IN_PREFIX = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +115,9 @@ def check_root(prefix: str) -> str:
         nbytes = len(prefix.encode("utf-8"))
     except UnicodeEncodeError:
         raise ConfigError(f"{prefix!r:.200} is not text that a bucket can have in a name") from None
-    if _CONTROL.search(prefix):
-        raise ConfigError(f"{prefix!r:.200} has a control character in it", hint="name another prefix")
+    if _NOT_IN_PREFIX.search(prefix):
+        hint = "name another prefix; some servers take a backslash for a slash"
+        raise ConfigError(f"{prefix!r:.200} has a control character or a backslash in it", hint=hint)
     if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
         hint = "no part between slashes may be empty, `.` or `..`"
         raise ConfigError(f"{prefix!r:.200} cannot be a store's prefix in a bucket", hint=hint)

@@ -18,7 +18,8 @@ from prefix_recovery.processes import Identity
 from tests.engine_runs import prompts as token_prompts
 
 ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 192 << 20}
-FLUSH = 16
+FLUSH = 64
+"""Tokens per flush: several times what the tiny model decodes while a busy disk stores a segment."""
 
 
 def lines(

@@ -46,6 +46,7 @@ class JobProcess:
         program: Sequence[str] = COMMAND,
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        python: Path = Path(sys.executable),
     ) -> None:
         self.log = config.with_name(f"{name}.log")
         self.tally = config.with_name(f"{name}.tally")
@@ -53,7 +54,7 @@ class JobProcess:
         self.killed = False
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *program, "run", str(config), "--tally", str(self.tally), *arguments],
+                [str(python), *program, "run", str(config), "--tally", str(self.tally), *arguments],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

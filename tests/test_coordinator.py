@@ -220,7 +220,12 @@ def store_calls() -> int:
     return counting.count()
 
 
-N_CALLS = store_calls()
+N_CALLS = 7
+"""The cut's segment, the ledger, two segments and the ledger read back, the slot, the hint."""
+
+
+def test_every_store_call_of_a_snapshot_has_its_turn() -> None:
+    assert store_calls() == N_CALLS
 
 
 @pytest.mark.parametrize("k", range(N_CALLS))

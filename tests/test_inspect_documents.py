@@ -248,7 +248,7 @@ def test_the_shared_parts_of_the_schemas_are_the_same_everywhere() -> None:
 
 
 def test_an_address_that_is_none(run: Run) -> None:
-    for address, says in (("s3://bucket/x", "s3"), ("memory://", "needs a name"), ("", "no address")):
+    for address, says in (("gs://bucket/x", "gs"), ("memory://", "needs a name"), ("", "no address")):
         for verb in VERBS:
             ran = run(*(address if word == "STORE" else word for word in VERBS[verb]))
             assert ran.code in (2, 10, 20) and says in ran.err

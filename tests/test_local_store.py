@@ -681,7 +681,6 @@ def test_a_path_may_be_relative_or_begin_with_a_tilde(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("s3://bucket/run", "s3:// are not supported"),
         ("gs://bucket/run", "gs:// are not supported"),
         ("s3:/bucket", "neither an address nor clearly a path"),
         ("file:/a/x", "neither an address nor clearly a path"),

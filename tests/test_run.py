@@ -80,13 +80,13 @@ def test_w2_w3_killed_again_and_again(
 
     No prompt lost, doubled or different; each kill costs a call at most one flush; the mean length is the reference's.
     """
-    rows = lines(14, least=60, step=12)
+    rows = lines(12, least=150, step=20)
     config = write_job(tmp_path, tiny_model, rows)
     total = sum(row["sampling"]["max_tokens"] for row in rows)
     figures = JobFigures()
     done = 0
     for number in range(3):
-        at = rng.randint(30, (total - done) // (4 - number))
+        at = rng.randint(8 * FLUSH, (total - done) // (4 - number))
         with running(config, f"run-{number}") as job:
             job.after(at).kill_group()
             figures.runs.append(job.figures())
@@ -113,7 +113,7 @@ def test_w9_adoption_alone_with_shuffled_siblings(
     """W9: four samples of each prompt, two of which are equal; a kill when no snapshot but the first was ever taken,
     the lines in another order afterwards, and the output gone. What was flushed is adopted; each row finds its place.
     """
-    rows = lines(4, least=50, step=20)
+    rows = lines(4, least=150, step=20)
     rows[2] = {**rows[1], "id": "equal to p-1", "sampling": {"max_tokens": 77}}
     config = write_job(tmp_path, tiny_model, rows, samples_per_prompt=4, block={"snapshot_interval_s": 3600})
     total = 4 * sum(row["sampling"]["max_tokens"] for row in rows)

@@ -208,7 +208,8 @@ def test_s2_a_create_whose_answer_stays_lost_is_unknown(store: S3Store, proxy: F
 
 
 def test_a_create_that_was_refused_after_a_lost_answer_stays_unknown(store: S3Store, proxy: FaultProxy) -> None:
-    proxy.plan = when(of("PutObject"), faults.DropAfter(), ever_after=Answer(403, "AccessDenied"))
+    lost = faults.DropAfter()  # twice: the HTTP library repeats by itself once
+    proxy.plan = when(of("PutObject"), lost, lost, ever_after=Answer(403, "AccessDenied"))
     with pytest.raises(OutcomeUnknown, match="403 AccessDenied"):
         store.put_new("a", b"nonce")
 
@@ -424,7 +425,7 @@ def test_s8_another_region_is_followed(store: S3Store, proxy: FaultProxy, verb: 
     store.put("a", b"1") if verb == "get" else None
     proxy.plan = plan
     VERBS[verb](store)
-    assert sum(ELSEWHERE == plan(seen) for seen in proxy.seen) == (1 if verb != "get" else 2)
+    assert sum(plan(seen) == ELSEWHERE for seen in proxy.seen) == (1 if verb != "get" else 2)
 
 
 def test_s8_another_region_is_named_where_following_does_not_help(store: S3Store, proxy: FaultProxy) -> None:
@@ -435,7 +436,7 @@ def test_s8_another_region_is_named_where_following_does_not_help(store: S3Store
         store.get("a")
     assert caught.value.exit_code == 2 and caught.value.hint == "set AWS_REGION=eu-west-1"
     proxy.plan = lambda seen: Answer(301, "PermanentRedirect")
-    with pytest.raises(ConfigError, match="PermanentRedirect") as caught:
+    with pytest.raises(ConfigError, match="a redirect that names no region") as caught:
         store.get("a")
     assert "get-bucket-location --bucket bucket" in caught.value.hint
 

@@ -290,6 +290,32 @@ def test_a_good_hint_saves_the_listing() -> None:
     assert counting.count("list") == 0 and counting.count() == 3
 
 
+def test_a_claim_does_not_trust_the_hint_at_all() -> None:
+    """With a slot lost in the middle, probing forward from a hint before it would find the hole and write into it."""
+    store = MemoryStore()
+    one = claimed(store)
+    for _ in range(5):
+        one.append("snapshot", {})
+    store.put(log.HINT_KEY, b'{"tail": 2}')
+    store.delete(log.slot_key(3))
+    assert find_tail(store) == 2 and find_tail(store, trust_hint=False) == 6
+    heir = claimed(store, "heir")
+    assert heir.tail == 7
+    with pytest.raises(Fenced):
+        one.append("snapshot", {})
+    assert [isinstance(read, Read) for read in walk_back(store, 7)] == [True] * 4 + [False] + [True] * 2
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", b"{}"])
+def test_n1_a_stray_file_with_a_slots_name_is_not_the_tail(data: bytes) -> None:
+    store = MemoryStore()
+    one = claimed(store)
+    store.put_new(log.slot_key(10**12 - 1), data)
+    store.put_new(log.slot_key(4000), data)
+    assert find_tail(store) == 1
+    assert one.append("snapshot", {}).seq == 2 and claimed(store, "two").tail == 3
+
+
 def test_an_empty_store_has_no_tail() -> None:
     store = MemoryStore()
     assert find_tail(store) == 0 and list(walk_back(store, 0)) == [] and read_slot(store, 1) is None
@@ -482,20 +508,3 @@ def test_real_threads_on_one_store_have_one_winner_per_slot() -> None:
         thread.join()
     slots = all_slots(store)
     assert sorted(told) == [(slot.seq, slot.owner) for slot in slots]
-
-
-def test_a_lost_slot_does_not_hide_those_behind_it_from_a_claim() -> None:
-    store = MemoryStore()
-    log_ = claimed(store)
-    for _ in range(4):
-        log_.append("snapshot", {})
-    store.put(log.HINT_KEY, b'{"tail": 2}')
-    store.delete(log.slot_key(3))
-    assert claimed(store, "late").tail == 6
-
-
-def test_a_stray_file_is_no_tail() -> None:
-    store = MemoryStore()
-    claimed(store)
-    store.put_new("log/999999999999.json", b"stray")
-    assert find_tail(store, trust_hint=False) == 1

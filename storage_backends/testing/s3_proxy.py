@@ -66,10 +66,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Instead:
-    """Let the server do it; where it answers with `status`, give `answer`."""
+    """Let the server do it, without the headers `without`; where it answers with `status`, give `answer`."""
 
     status: int
     answer: Answer
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +247,12 @@ class _Exchange(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: `seen` has it."""
 
+    def handle_expect_100(self) -> bool:
+        """Ask for the body at once: a client waits with it until it is asked."""
+        proceed = super().handle_expect_100()
+        self.wfile.flush()
+        return proceed
+
     def _exchange(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
         body = self.rfile.read(int(headers.get("content-length", 0)))
@@ -255,8 +262,8 @@ class _Exchange(BaseHTTPRequestHandler):
                 self._give(*self._ask(body, without))
             case Answer() as answer:
                 self._say(answer)
-            case Instead(status, answer):
-                answered = self._ask(body)
+            case Instead(status, answer, without):
+                answered = self._ask(body, without)
                 if answered[0] == status:
                     self._say(answer)
                 else:

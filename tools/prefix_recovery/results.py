@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from prefix_recovery.processes import Identity, end_leftovers
 from recovery.errors import ConfigError, Locked, StoreFull
 
 Key = tuple[str, int]
+
+_DYING_S = 10.0
+"""How long what a dead run left may take to end."""
 
 
 class OutputLock:
@@ -51,18 +55,19 @@ class OutputLock:
                 hint="check `output` in the config and the permissions of its folder",
             ) from error
         ended: list[Identity] = []
-        if not self._try_lock():
+        deadline = time.monotonic() + _DYING_S
+        while not self._try_lock():
             # An engine is forked and keeps the lock of a run that was killed, until it is ended too.
             holder = Identity.from_json(self._read().get("run"))
-            if holder is not None and not holder.alive():
-                ended = end_leftovers(self._noted())
-            if not self._try_lock():
+            if holder is None or holder.alive() or time.monotonic() > deadline:
                 os.close(self._fd)
                 self._fd = -1
                 raise Locked(
                     f"another run holds the output {self.path.with_suffix('')} (pid {holder.pid if holder else '?'})",
                     hint="wait for it, or end it with SIGTERM and run again",
                 )
+            ended += end_leftovers(self._noted())
+            time.sleep(0.02)
         ended += end_leftovers(self._noted())
         self.note([])
         return ended
