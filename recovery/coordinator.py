@@ -187,6 +187,8 @@ class Coordinator:
         began = self._clock.monotonic()
         try:
             attempt.collected = self._bounded(self._publication.collect, self._left(deadline))
+        except Fenced as error:
+            attempt.verdict, attempt.error, attempt.step = Verdict.FENCED, error, "collect garbage"
         except RecoveryError as error:
             attempt.error, attempt.step = error, "collect garbage"
         attempt.seconds["collect garbage"] = self._clock.monotonic() - began

@@ -15,7 +15,8 @@ Does not know: who raises it, how it is printed (the command lines do that), any
     │   ├── Fenced              11      a newer coordinator owns the store
     │   ├── Locked              11      another run on this machine holds the output
     │   ├── EngineDead           1      the engine is gone; run the same command again
-    │   └── CaptureDisagrees     1      what was captured is not what the engine delivered
+    │   ├── CaptureDisagrees     1      what was captured is not what the engine delivered
+    │   └── ProgramError         1      a bug of this program; what was stored is intact
     ├── Damaged                  1      bytes are not what was written: `snapshot-inspect verify`
     │   ├── ObjectMissing        1
     │   └── DigestMismatch       1
@@ -46,6 +47,7 @@ class RecoveryError(Exception):
     """
 
     exit_code: ClassVar[int] = 1
+    default_hint: ClassVar[str] = ""
     abstract: ClassVar[bool] = True
 
     def __init__(self, message: str, *, hint: str = "") -> None:
@@ -53,7 +55,7 @@ class RecoveryError(Exception):
             raise TypeError(f"{type(self).__name__} is abstract; raise one of its leaves")
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = hint or self.default_hint
 
     def __str__(self) -> str:
         return f"{self.message}\n  {self.hint}" if self.hint else self.message
@@ -125,8 +127,14 @@ class CaptureDisagrees(Stop):
     """Two ways of capturing one call gave different tokens: nothing more of it may be trusted."""
 
 
+class ProgramError(Stop):
+    """Something that cannot happen did, in a thread whose traceback nobody would see."""
+
+
 class Damaged(RecoveryError):
     """Stored bytes or records are not what was written."""
+
+    default_hint = "look what else is damaged: snapshot-inspect verify --read-data STORE"
 
 
 class ObjectMissing(Damaged):

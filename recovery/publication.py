@@ -26,6 +26,9 @@ from recovery.slots import SlotLog
 from recovery.snapshots import LedgerWriter, ObjectRef, PendingLedger, get_object, put_object
 from recovery.staging import Staged, coordinates_of
 
+DELETES_PER_COLLECTION = 256
+"""So that a great deal of garbage never takes a snapshot's time for long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -151,8 +154,7 @@ class Publication:
         """
         self.log.leave_hint()
         work = self.retention.published()
-        for key in work.delete:
-            self._store.delete(key)
+        self._delete(work.delete)
         # A list of garbage is garbage itself, but not worth a slot of its own: it goes with the next real intent.
         if any(not key.startswith(layout.GARBAGE) for key in work.intend):
             key = layout.garbage_key(self.log.epoch, self._entropy.hex(8))
@@ -160,4 +162,16 @@ class Publication:
             self.log.append("gc", {"victims": victims.as_json(), "count": len(work.intend)})
             self.retention.intended()
             self.retention.drop([key])
-        return len(work.delete)
+        return min(len(work.delete), DELETES_PER_COLLECTION)
+
+    def _delete(self, keys: tuple[str, ...]) -> None:
+        """Delete some now; what is over the limit, or follows a failure, is deleted by a later collection."""
+        for number, key in enumerate(keys):
+            try:
+                if number == DELETES_PER_COLLECTION:
+                    self.retention.postpone(keys[number:])
+                    return
+                self._store.delete(key)
+            except RecoveryError:
+                self.retention.postpone(keys[number:])
+                raise

@@ -61,6 +61,10 @@ class Retention:
         self._offered = tuple(due)
         return Work(delete, self._offered)
 
+    def postpone(self, keys: Iterable[str]) -> None:
+        """Keys that `published` gave to delete and that were not deleted: they are given again."""
+        self._intended = (*keys, *self._intended)
+
     def intended(self) -> None:
         """The intent that the last `published` asked for is in the log; without this it is offered again."""
         self._intended, self._offered = (*self._intended, *self._offered), ()

@@ -22,7 +22,7 @@ import base64
 import re
 from typing import Any, TypeVar
 
-from recovery.errors import ConfigError, RecoveryError
+from recovery.errors import ConfigError, RecoveryError, StoreUnavailable
 from recovery.ports import Listed, Put
 from storage_backends.keys import check_key, check_prefix, check_range, is_key
 from storage_backends.s3_connection import Client, Connection, S3Counters, Work
@@ -133,11 +133,15 @@ class S3Store:
                 key = item["Key"][len(root) :]
                 if item["Key"].startswith(root) and key.startswith(prefix) and key > after and is_key(key):
                     found.append(Listed(key, item["Size"]))
+            if not page.get("IsTruncated"):
+                return sorted(set(found))
             token = page.get("NextContinuationToken")
-            if not page.get("IsTruncated") or not token:
-                break
+            if not token or token == asked.get("ContinuationToken"):
+                what = (
+                    f"{self._request('ListObjectsV2', prefix)}: {self.endpoint} gives a list in parts, but not the rest"
+                )
+                raise StoreUnavailable(what, hint="a list that is not whole is of no use; look at the server")
             asked["ContinuationToken"] = token
-        return sorted(set(found))
 
     def delete(self, key: str) -> None:
         where = self._where(key)

@@ -170,7 +170,7 @@ class Client:
         if fs is None:
             return "no credentials"
         if fs.key is not None:
-            return f"the access key {fs.key} that was given as an option"
+            return f"the access key {fs.key} (given as an option or in FSSPEC's configuration)"
         if fs.anon:
             return "nobody (anon)"
 

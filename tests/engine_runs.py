@@ -31,6 +31,10 @@ from vllm_hooks import RecoverableEngine, RecoverySession, surface
 
 LogprobEntry = list[tuple[int, float]]
 
+KINDS = ("DELTA", "CUMULATIVE", "FINAL_ONLY", "PULLED")
+"""What callers ask for; PULLED: FINAL_ONLY, with the session reading the engine's front end instead of streaming."""
+PROMPT = [0, 262, 278, 198, 185, 506, 103, 35]
+
 
 @dataclass(slots=True)
 class Answer:

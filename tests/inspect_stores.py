@@ -207,11 +207,11 @@ def carried_on(store: ObjectStore) -> Job:
 def collected(store: ObjectStore) -> Job:
     """Many snapshots, of which two are kept: replaced ledgers and the segments of dropped calls were collected."""
     job = Job(store, keep=2)
-    calls = [job.open(f"p-{i}") for i in range(3)]
+    calls = [job.open(f"p-{i}") for i in range(6)]
     for turn in range(26):
         say(calls[turn % len(calls)], 20 + turn)
         job.snapshot()
-        if turn in (4, 19):
+        if turn in (4, 9, 14, 19, 22):
             job.publication.ledger.drop(calls.pop(0).call_id)
     return job
 

@@ -76,7 +76,7 @@ async def goes_on(session: Any, n_tokens: int = 20) -> None:
 
 def free(session: Any) -> bool:
     """No hold is active and no fence is up."""
-    return bool(session.gate.open and session._gate_open.is_set() and session._fence_down.is_set())
+    return bool(session.barriers.open)
 
 
 @pytest.mark.parametrize("pulls", [False, True])
@@ -88,13 +88,13 @@ def test_a_fence_parks_results_and_nothing_else(engine: Any, on_loop: OnLoop[Any
         async with capturing(engine, tmp_path, pulls=pulls) as (wrapped, session):
             going = asyncio.ensure_future(ask(wrapped, PROMPT, greedy(400), "long"))
             await until(lambda: tokens_of(session) >= 10)
-            session.set_fence(True)
+            session.barriers.raise_fence()
             parked = asyncio.ensure_future(ask(wrapped, OTHER, greedy(5), "short"))
             call_id = call_id_of("short", OTHER, greedy(5))
             await until(lambda: (call := session.table.get(call_id)) is not None and call.n_tokens == 5)
             await goes_on(session, 60)
             assert not parked.done() and session.table.get(call_id).ended is None
-            session.set_fence(False)
+            session.barriers.lower_fence()
             assert_same(await parked, short)
             assert session.table.get(call_id).ended is not None
             assert_same(await going, long, tolerance=2e-5)
@@ -111,12 +111,12 @@ def test_a_parked_result_whose_caller_leaves_is_finished_later(
     async def scenario() -> None:
         whole = await ask(engine, OTHER, params, "bare")
         async with capturing(engine, tmp_path) as (wrapped, session):
-            session.set_fence(True)
+            session.barriers.raise_fence()
             parked = asyncio.ensure_future(ask(wrapped, OTHER, params, "r"))
             await until(lambda: session.counters.tokens_captured == 5)
             parked.cancel()
             await asyncio.gather(parked, return_exceptions=True)
-            session.set_fence(False)
+            session.barriers.lower_fence()
             assert_same(await ask(wrapped, OTHER, params, "r"), whole)
             assert session.counters.tokens_captured == 5
         entry = read_back(tmp_path).entries["r"]
@@ -132,17 +132,14 @@ def test_a_hold_closes_admission_and_only_its_release_opens_it(
 
     async def scenario() -> None:
         async with capturing(engine, tmp_path) as (wrapped, session), decoding(wrapped, session, "r"):
-            holds = [session.gate.acquire(HoldKind.DRAIN, owner, "test", time.time()) for owner in ("a", "b")]
-            session.set_gate()
+            holds = [session.barriers.hold(HoldKind.DRAIN, owner, "test", time.time()) for owner in ("a", "b")]
             waiting = asyncio.ensure_future(ask(wrapped, OTHER, greedy(5), "new"))
             await goes_on(session)
             assert (await take_snapshot(session)).verdict is Verdict.PUBLISHED
-            session.gate.release(holds[0])
-            session.set_gate()
+            session.barriers.release(holds[0])
             await goes_on(session)
             assert not waiting.done() and "new" not in read_back(tmp_path).entries
-            session.gate.release(holds[1])
-            session.set_gate()
+            session.barriers.release(holds[1])
             assert len((await waiting).token_ids) == 5
 
     on_loop(scenario())

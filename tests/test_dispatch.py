@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefix_recovery.dispatch import Dispatch, Outcome
-from prefix_recovery.progress import Progress
-from prefix_recovery.prompts import Prompt, read_prompts
-from prefix_recovery.results import Results
-from recovery.config import load_config
+from prefix_recovery.prompts import Prompt
 from recovery.errors import FingerprintMismatch, RecoveryError, StoreFull
 from storage_backends import open_store
 from storage_backends.testing.faults import PASS, FaultyStore, RaiseBefore, Step, Verb
 from tests.conftest import OnLoop
 from tests.engine_runs import ask, greedy, until
 from tests.job_files import lines, rows_of, write_job, write_lines
-from vllm_hooks import open_session
-
-
-@contextlib.asynccontextmanager
-async def job(engine: Any, config_path: Path) -> AsyncIterator[tuple[Dispatch, Any]]:
-    """A Dispatch over a started session, as job.py makes it; the session is stopped at the end."""
-    config = load_config(config_path)
-    file = read_prompts(config.prompts)
-    results = Results(Path(config.output))
-    results.open()
-    must = {"job.samples_per_prompt": config.samples_per_prompt}
-    session = await open_session(engine, config.rollout_checkpointing, must=must, test=False, keeps_results=True)
-    try:
-        samples = list(file.samples(config.samples_per_prompt))
-        yield Dispatch(config, engine, session, results, samples, Progress(0, 0, lambda: 0, quiet=True), None), session
-    finally:
-        await session.stop()
-        results.close()
-
-
-async def run_here(engine: Any, config_path: Path, stop_at_tokens: int | None = None) -> Outcome:
-    """A whole run, or one that is asked to stop after that many tokens."""
-    async with job(engine, config_path) as (dispatch, session):
-        todo, stop = dispatch.match(), asyncio.Event()
-        work = asyncio.ensure_future(dispatch.run(todo, stop))
-        if stop_at_tokens is not None:
-            await until(lambda: work.done() or session.counters.tokens_captured >= stop_at_tokens)
-            stop.set()
-        await work
-        return dispatch.outcome
+from tests.job_here import job, run_here
 
 
 @pytest.fixture
@@ -119,7 +85,7 @@ def test_what_may_change(engine: Any, on_loop: OnLoop[Any], half_done: Path) -> 
     rows = [row for row in rows[::-1] if row["id"] != finished]
     write_lines(path, [{"id": "new", "prompt": "hello", "sampling": {"max_tokens": 5}}, *rows])
     half_done.write_text(half_done.read_text().replace("snapshot_interval_s: 3600", "snapshot_interval_s: 7"))
-    outcome = on_loop(run_here(engine, half_done))
+    outcome, _ = on_loop(run_here(engine, half_done))
     assert outcome.bad == []
     assert sorted(row["id"] for row in rows_of(half_done.parent)) == sorted([*(f"p-{n}" for n in range(6)), "new"])
 
@@ -128,10 +94,11 @@ def test_a_refused_line_may_be_mended(engine: Any, on_loop: OnLoop[Any], tiny_mo
     """Nothing of it was generated, so that the store has nothing against its change."""
     rows = [*lines(1, least=10), {"id": "x", "prompt_token_ids": [1, 99999]}]
     config = write_job(tmp_path, tiny_model, rows)
-    outcome = on_loop(run_here(engine, config))
+    outcome, _ = on_loop(run_here(engine, config))
     assert [(bad.line, bad.id) for bad in outcome.bad] == [(2, "x")]
     change_line(config, 1, prompt_token_ids=[1, 9])
-    assert on_loop(run_here(engine, config)).bad == []
+    outcome, _ = on_loop(run_here(engine, config))
+    assert outcome.bad == []
     assert sorted(row["id"] for row in rows_of(tmp_path)) == ["p-0", "x"]
 
 
@@ -142,7 +109,8 @@ def test_refuse_costs_the_sample_and_names_the_field(
     odd = {"temperature": {"temperature": 0.5}, "stop": {"stop": ["x"]}}[name]
     rows = [*lines(2, least=10), {"id": "odd", "prompt": "hello", "sampling": odd}]
     config = write_job(tmp_path, tiny_model, rows, block={"unresumable": "refuse"})
-    (bad,) = on_loop(run_here(engine, config)).bad
+    outcome, _ = on_loop(run_here(engine, config))
+    (bad,) = outcome.bad
     assert (bad.line, bad.id) == (3, "odd") and f"because of {name}:" in bad.error
     assert sorted(row["id"] for row in rows_of(tmp_path)) == ["p-0", "p-1"]
 
@@ -175,7 +143,7 @@ def test_at_most_so_many_calls_at_a_time(engine: Any, on_loop: OnLoop[Any], tiny
 
             running: set[str] = set()
             dispatch._generate = counted  # type: ignore[method-assign]
-            await dispatch.run(dispatch.match(), asyncio.Event())
+            await dispatch.run(await dispatch.matched(), asyncio.Event())
             assert session.counters.tokens_captured == sum(20 + 9 * n for n in range(9))
 
     on_loop(scenario())
@@ -203,7 +171,7 @@ def test_f1_a_store_without_room_is_told_and_outlived(
     async def scenario() -> None:
         nonlocal full
         async with job(engine, config) as (dispatch, session):
-            work = asyncio.ensure_future(dispatch.run(dispatch.match(), asyncio.Event()))
+            work = asyncio.ensure_future(dispatch.run(await dispatch.matched(), asyncio.Event()))
             total = sum(20 + 9 * n for n in range(4))
             await until(lambda: session.counters.tokens_captured == total and session.counters.snapshots_abandoned >= 2)
             n, what = session.trouble
@@ -225,7 +193,7 @@ def test_a_failed_session_ends_the_loop_at_once(
 
     async def scenario() -> None:
         async with job(engine, config) as (dispatch, session):
-            work = asyncio.ensure_future(dispatch.run(dispatch.match(), asyncio.Event()))
+            work = asyncio.ensure_future(dispatch.run(await dispatch.matched(), asyncio.Event()))
             await until(lambda: session.counters.tokens_captured >= 20)
             async with job(engine, config):
                 session.want_snapshot()

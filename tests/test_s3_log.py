@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -27,12 +27,6 @@ from tests.test_slots import all_slots
 
 pytest_plugins = ["storage_backends.testing.s3_fixtures"]
 pytestmark = pytest.mark.usefixtures("s3_environment")
-
-
-@pytest.fixture
-def proxy(moto: Server) -> Iterator[FaultProxy]:
-    with FaultProxy(moto.url) as proxy:
-        yield proxy
 
 
 @pytest.fixture
@@ -123,7 +117,12 @@ def coordinate(store: ObjectStore, name: str, n_appends: int) -> Coordinated:
 def weather(seed: int, share: float) -> faults.Plan:
     """Of log writes and reads, this share goes wrong, one way or another."""
     chance = random.Random(seed)
-    ways = [faults.DropAfter(), faults.DropBefore(), faults.SLOW_DOWN, faults.Answer(500, "InternalError")]
+    ways: list[faults.Fault] = [
+        faults.DropAfter(),
+        faults.DropBefore(),
+        faults.SLOW_DOWN,
+        faults.Answer(500, "InternalError"),
+    ]
     ways.append(faults.Instead(200, faults.Answer(500, "InternalError")))
     return lambda seen: chance.choice(ways) if "/log/" in seen.path and chance.random() < share else faults.PASS_ON
 

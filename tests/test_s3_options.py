@@ -197,7 +197,12 @@ def test_awss_and_fsspecs_variables_are_used(moto: Server, monkeypatch: pytest.M
 
 
 def test_options_reach_the_store_by_open_store(moto: Server) -> None:
-    given = {"endpoint_url": moto.url, "region": "eu-west-1", "addressing": "path", "max_connections": 3}
+    given: dict[str, Any] = {
+        "endpoint_url": moto.url,
+        "region": "eu-west-1",
+        "addressing": "path",
+        "max_connections": 3,
+    }
     store = open_store(f"s3://{BUCKET}/given", **given)
     assert isinstance(store, S3Store) and store.options == check_options(given)
 

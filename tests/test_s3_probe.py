@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -22,12 +22,6 @@ WITHOUT: dict[str, faults.Plan] = {
     "ignoring": faults.ignoring_conditions,
     "refusing": faults.refusing_conditions,
 }
-
-
-@pytest.fixture
-def proxy(moto: Server) -> Iterator[FaultProxy]:
-    with FaultProxy(moto.url) as proxy:
-        yield proxy
 
 
 @pytest.fixture
@@ -87,7 +81,7 @@ def test_a_server_that_says_412_and_overwrites_is_refused(proxy: FaultProxy, url
 
 def test_a_probe_that_fails_leaves_nothing_and_says_what_it_met(proxy: FaultProxy, moto: Server, url: str) -> None:
     proxy.plan = when(of("GetObject"), Answer(403, "AccessDenied"))
-    with pytest.raises(CredentialsRefused, match="GetObject of .*/probe/"):
+    with pytest.raises(CredentialsRefused, match=r"GetObject of .*/probe/"):
         open_store(url, create=True, endpoint_url=proxy.url)
     proxy.plan = when(of("PutObject"), faults.PASS_ON, Answer(501, "NotImplemented"))
     with pytest.raises(ConfigError, match="501"):
@@ -142,7 +136,7 @@ def test_single_writer_mode_and_lost_answers(proxy: FaultProxy, url: str) -> Non
     proxy.plan = faults.refusing_conditions
     assert store.put_new("a", b"nonce") is Put.EXISTS
     proxy.plan = lambda seen: Answer(403, "AccessDenied")
-    with pytest.raises(CredentialsRefused, match="HeadObject.*not found or no permission"):
+    with pytest.raises(CredentialsRefused, match=r"HeadObject.*not found or no permission"):
         store.put_new("b", b"1")
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,12 +30,6 @@ pytest_plugins = ["storage_backends.testing.s3_fixtures"]
 pytestmark = pytest.mark.usefixtures("s3_environment")
 
 CHILD_S = 20
-
-
-@pytest.fixture
-def proxy(moto: Server) -> Iterator[FaultProxy]:
-    with FaultProxy(moto.url) as proxy:
-        yield proxy
 
 
 @pytest.fixture
@@ -210,7 +204,14 @@ began = time.monotonic()
 store.put('c', b'1')
 assert time.monotonic() - began < 5, "the child's end broke the parent's connection"
 """,
-    "forked, unused in the child": "store.put('a', b'1'); pid = os.fork(); pid == 0 and sys.exit(0); os.waitpid(pid, 0); store.put('b', b'1')",
+    "forked, unused in the child": """
+store.put('a', b'1')
+pid = os.fork()
+if pid == 0:
+    sys.exit(0)
+os.waitpid(pid, 0)
+store.put('b', b'1')
+""",
     "renewed": "store.put('a', b'1'); store._here.renew(0); store.put('a', b'2')",
 }
 

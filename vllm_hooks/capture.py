@@ -23,6 +23,7 @@ from typing import Any
 
 from recovery import resume
 from recovery.calls import LiveCall
+from recovery.errors import CaptureDisagrees
 from recovery.model import FINISH_REASONS, Request
 from vllm_hooks import surface
 from vllm_hooks.outputs import Assembly
@@ -65,12 +66,12 @@ class RecoverableEngine:
         if not uncaptured and sampling_params.n != 1:
             uncaptured = "n"
         if ids is None or uncaptured:
-            session.note_uncaptured(request_id, uncaptured)
+            session.unresumable.pass_through(request_id, uncaptured)
             async for output in self._engine.generate(prompt, sampling_params, request_id, **arguments):
                 yield output
             return
         request = self._request(request_id, ids, sampling_params, arguments)
-        session.note_restart_only(request)
+        session.unresumable.admit(request)
         call = await session.admit(request, self._stop)
         try:
             stream = self._captured(call, engine_input, sampling_params, request_id, arguments)
@@ -130,11 +131,14 @@ class RecoverableEngine:
                         if shaped is not None:
                             yield shaped
                 finally:
-                    # Before the engine forgets the request: an abort is a cut, and takes what is there.
+                    # An abort is a cut. When the caller leaves, what is there is read before the engine is told; a
+                    # cancelled wait has told it already, and costs what came since the last poll.
                     session.pull_last(call)
         except Exception as error:
             if surface.is_engine_dead(error):
                 session.engine_died(error)
+            if isinstance(error, CaptureDisagrees):
+                session.fail(error)
             raise
 
     def _may_pull(self, params: Any) -> bool:

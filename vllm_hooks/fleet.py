@@ -37,32 +37,30 @@ class LoopFleet:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hold: Hold | None = None
         self._flush: Future[RecoveryError | None] | None = None
-        self.cut_s = 0.0
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
     def acquire_hold(self, reason: str, timeout_s: float) -> None:
         def acquire() -> None:
-            self._hold = self._session.gate.acquire(HoldKind.CUT, "coordinator", reason, time.time())
-            self._session.set_gate()
+            self._release()  # one that a timed-out release left: two holds of one owner would never both be released
+            self._hold = self._session.barriers.hold(HoldKind.CUT, "coordinator", reason, time.time())
 
         self._on_loop(acquire, timeout_s)
 
     def release_hold(self) -> None:
-        def release() -> None:
-            hold, self._hold = self._hold, None
-            if hold is not None:
-                self._session.gate.release(hold)
-                self._session.set_gate()
+        self._on_loop(self._release, _UNDO_TIMEOUT_S, undo=True)
 
-        self._on_loop(release, _UNDO_TIMEOUT_S)
+    def _release(self) -> None:
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            self._session.barriers.release(hold)
 
     def raise_fence(self, timeout_s: float) -> None:
-        self._on_loop(lambda: self._session.set_fence(True), timeout_s)
+        self._on_loop(self._session.barriers.raise_fence, timeout_s)
 
     def lower_fence(self) -> None:
-        self._on_loop(lambda: self._session.set_fence(False), _UNDO_TIMEOUT_S)
+        self._on_loop(self._session.barriers.lower_fence, _UNDO_TIMEOUT_S, undo=True)
 
     def prepare(self, timeout_s: float) -> Mapping[str, bytes]:
         opened = self._session.opened
@@ -80,10 +78,7 @@ class LoopFleet:
                 raise EngineDead(
                     f"the engine died: {session.dead_engine}", hint="run the same command again to continue the job"
                 )
-            began = time.perf_counter()
-            captured = session.cut()
-            self.cut_s = time.perf_counter() - began
-            self._flush = session.stager.flush(captured)
+            self._flush = session.flushing.submit(session.cut())
 
         self._on_loop(cut, timeout_s)
 
@@ -100,7 +95,8 @@ class LoopFleet:
             raise error
         return self._session.stager.take_staged()
 
-    def _on_loop(self, work: Callable[[], T], timeout_s: float) -> T:
+    def _on_loop(self, work: Callable[[], T], timeout_s: float, *, undo: bool = False) -> T:
+        """Do `work` on the loop. What undoes a step stays queued when the wait for it is given up."""
         loop = self._loop
         if loop is None or loop.is_closed():
             raise SnapshotAbandoned("the event loop is gone", hint="nothing to do: the job is ending")
@@ -118,7 +114,8 @@ class LoopFleet:
         try:
             return done.result(timeout_s)
         except TimeoutError:
-            done.cancel()
+            if not undo:
+                done.cancel()
             raise SnapshotAbandoned(
                 f"the event loop did not answer within {timeout_s:.1f} s",
                 hint="something blocks the loop that consumes the engine",

@@ -33,7 +33,6 @@ class Assembly:
     ) -> None:
         from vllm.sampling_params import RequestOutputKind
 
-        self._kind = params.output_kind
         self._delta = params.output_kind == RequestOutputKind.DELTA
         self._final_only = params.output_kind == RequestOutputKind.FINAL_ONLY
         self._wants_logprobs = params.logprobs is not None

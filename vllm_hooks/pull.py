@@ -95,7 +95,7 @@ class Polling:
     def __init__(self, captured: Callable[[LiveCall, list[int], list[float]], None]) -> None:
         self._captured = captured
         self._pulled: dict[CallId, Pulled] = {}
-        self._scheduled = False
+        self._scheduled = self._closed = False
         self._every_s = POLL_S_MIN
 
     def add(self, pulled: Pulled) -> Pulled:
@@ -120,12 +120,18 @@ class Polling:
                 most = max(most, len(ids))
         return most
 
+    def close(self) -> None:
+        """Read no more of its own accord."""
+        self._closed = True
+
     def _schedule(self) -> None:
         self._scheduled = True
         asyncio.get_running_loop().call_later(self._every_s, self._poll)
 
     def _poll(self) -> None:
         self._scheduled = False
+        if self._closed:
+            return
         most = self.read_all()
         factor = 0.5 if most > TOKENS_PER_POLL else (1.5 if most < TOKENS_PER_POLL else 1.0)
         self._every_s = min(POLL_S_MAX, max(POLL_S_MIN, self._every_s * factor))

@@ -16,17 +16,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from recovery import resume
-from recovery.admission.holds import AdmissionGate
 from recovery.calls import CallTable, Captured, LiveCall
 from recovery.config import CheckpointingConfig, effective_mode
 from recovery.coordinator import Attempt, Coordinator, InOneThread
-from recovery.errors import EngineDead, Fenced, InputError, RecoveryError
+from recovery.errors import Fenced, InputError, ProgramError, RecoveryError
 from recovery.ledger import EndedAt, Entry, Ledger
 from recovery.model import CallId, PolicyVersion, Request, Restore
 from recovery.protocol import Verdict
@@ -35,6 +32,7 @@ from recovery.restore import Restored
 from recovery.resume import StopRules
 from recovery.staging import Staged, Stager
 from vllm_hooks.admission import Admission
+from vllm_hooks.barriers import Barriers
 from vllm_hooks.deliveries import Deliveries
 from vllm_hooks.fleet import LoopFleet
 from vllm_hooks.flushing import Flushing
@@ -42,6 +40,7 @@ from vllm_hooks.opening import Opened, open_store_for, read_ended
 from vllm_hooks.parity import NOT_TESTED
 from vllm_hooks.pull import Polling, Pulled, PullReader
 from vllm_hooks.snapshot_loop import SnapshotLoop
+from vllm_hooks.unresumable import Unresumable
 
 
 @dataclass(slots=True)
@@ -50,10 +49,9 @@ class SessionCounters:
 
     tokens_captured: int = 0
     tokens_reused: int = 0
+    calls_restored: int = 0
     snapshots: int = 0
     snapshots_abandoned: int = 0
-    uncaptured: dict[str, int] = field(default_factory=dict)
-    restart_only: dict[str, int] = field(default_factory=dict)
     last_snapshot: int | None = None
     last_abandoned: str = ""
 
@@ -62,7 +60,6 @@ class RecoverySession:
     """What a RecoverableEngine captures into. Make one with `open`, inside or before the engine's event loop.
 
     `source_digests` maps a request id to the digest of the caller's own row, recorded with the call.
-    `version` is the policy version that samples from here on; set it after a weight update.
     `parity`: what the self-test saw, if there was one.
     `pulls`: set it where parity.self_test saw the pull capture agree; FINAL_ONLY requests are then read, not streamed.
     `on_tokens`, if set, is told on the loop of each captured engine output: the call and its number of new tokens.
@@ -74,12 +71,13 @@ class RecoverySession:
         self.opened = opened
         self.capturing = opened is not None
         self.counters = SessionCounters()
+        self.unresumable = Unresumable(config.unresumable)
         self.source_digests: Mapping[str, str] = {}
-        self.version = PolicyVersion()
+        self._version = PolicyVersion()
         self.pulls = False
         self.parity = NOT_TESTED
         self.on_tokens: Callable[[LiveCall, int], None] | None = None
-        self.gate = AdmissionGate()
+        self.barriers = Barriers()
         self.table = CallTable()
         self.failure: RecoveryError | None = None
         self.dead_engine: BaseException | None = None
@@ -87,12 +85,24 @@ class RecoverySession:
         self._n_captured = self._n_cut = self._n_published = 0
         self._polling = Polling(self.captured)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._fence_down: asyncio.Event | None = None
-        self._gate_open: asyncio.Event | None = None
         self._failing: asyncio.Event | None = None
         self._stopped = False
         if opened is not None:
             self._wire(opened)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The policy version that captured tokens are stamped with.
+
+        Set it after a weight update and before the engine decodes again: what the engine sampled before is read first,
+        but an output that is still on its way to a streaming caller cannot be told from a later one.
+        """
+        return self._version
+
+    @version.setter
+    def version(self, version: PolicyVersion) -> None:
+        self._polling.read_all()
+        self._version = version
 
     # ---- opening and closing -----------------------------------------------------------------------------------
 
@@ -133,6 +143,8 @@ class RecoverySession:
             self.table, opened.publication.ledger, opened.restored.calls, lambda ids: read_ended(opened, ids)
         )
         self.counters.tokens_reused = opened.restored.tokens_reused
+        self.counters.calls_restored = len(opened.restored.calls)
+        opened.restored.calls = []  # their tokens belong to the admission now, until somebody asks for them
         self.stager = Stager(
             opened.store,
             opened.segments,
@@ -143,7 +155,11 @@ class RecoverySession:
         )
         self.fleet = LoopFleet(self)
         self.flushing = Flushing(
-            self.stager, self.freeze, self.table.longest_pending, self._config.gym.generation_chunk_flush_tokens
+            self.stager,
+            self.freeze,
+            self.table.longest_pending,
+            self._config.gym.generation_chunk_flush_tokens,
+            self._on_program_error,
         )
         coordinator = Coordinator(
             opened.publication,
@@ -159,7 +175,7 @@ class RecoverySession:
             may_take=lambda: self.failure is None and self.dead_engine is None,
             has_news=lambda: self._n_captured != self._n_published,
             on_attempt=self._on_attempt,
-            on_error=self._on_snapshot_error,
+            on_error=self._on_program_error,
         )
 
     def start(self) -> None:
@@ -167,9 +183,7 @@ class RecoverySession:
         if not self.capturing:
             return
         self._loop = asyncio.get_running_loop()
-        self._fence_down, self._gate_open, self._failing = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._fence_down.set()
-        self._gate_open.set()
+        self._failing = asyncio.Event()
         self.fleet.bind(self._loop)
         self.flushing.bind(self._loop)
         self.snapshots.start()
@@ -178,17 +192,18 @@ class RecoverySession:
         """Take a last snapshot if wanted and possible, stop taking more, close the stager. Returns the last one."""
         if not self.capturing or self._loop is None:
             return None
-        wait_s = timeout_s or self._config.snapshot_timeout_s
+        wait_s = self._config.snapshot_timeout_s if timeout_s is None else timeout_s
         last = await asyncio.to_thread(
             lambda: self.snapshots.finish(last=last_snapshot, timeout_s=timeout_s, wait_s=wait_s)
         )
-        if last is None and not self.snapshots.running:
+        if last is None or last.verdict is not Verdict.PUBLISHED:
             # Nothing more is published, but what was captured is worth a segment that the next run adopts.
-            await asyncio.wait({asyncio.wrap_future(self.stager.flush(self.freeze()))}, timeout=wait_s)
+            await asyncio.wait({asyncio.wrap_future(self.flushing.submit(self.freeze()))}, timeout=max(1.0, wait_s))
         self._stopped = True
-        self.gate.close()
-        if self._gate_open is not None:
-            self._gate_open.set()
+        self.flushing.close()
+        self._polling.close()
+        self.barriers.gate.close()
+        self.barriers.open_all()
         await asyncio.to_thread(lambda: self.stager.close(wait=not self.stager.busy))
         return last
 
@@ -196,23 +211,23 @@ class RecoverySession:
 
     async def admit(self, request: Request, stop: StopRules) -> LiveCall:
         """The live call for a request: new, carried on from a restore, or carried on after an interruption."""
-        while not self.gate.open:
+
+        def check() -> None:
             self._raise_if_failed()
             if self._stopped:
                 raise InputError(
                     f"request {request.rollout!r} came after the session was stopped",
                     hint="open a new session; it carries on what this one saved",
                 )
-            assert self._gate_open is not None
-            await self._gate_open.wait()
-        self._raise_if_failed()
+
+        await self.barriers.pass_gate(check)
         return await self._admission.admit(request, stop)
 
     def captured(self, call: LiveCall, token_ids: Any, logprobs: list[float] | None) -> None:
         """Take one engine output into the call's buffer."""
         if not token_ids:
             return
-        call.append(token_ids, logprobs or None, self.version)
+        call.append(token_ids, logprobs or None, self._version)
         self._n_captured += 1
         self.counters.tokens_captured += len(token_ids)
         if self.on_tokens is not None:
@@ -221,8 +236,7 @@ class RecoverySession:
 
     async def terminal(self, call: LiveCall, finish_reason: str, stop_reason: int | str | None) -> None:
         """Make a call terminal as soon as no fence is up."""
-        assert self._fence_down is not None
-        await self._fence_down.wait()
+        await self.barriers.pass_fence()
         self._raise_if_failed()
         if self.keeps_results:
             self._deliveries.ending(call)
@@ -267,29 +281,6 @@ class RecoverySession:
         self._raise_if_failed()
         return await self._deliveries.take(rollout)
 
-    def note_uncaptured(self, request_id: str, kind: str) -> None:
-        """A request that passes through: nothing of it can be stored in this version."""
-        self._refuse_or_warn(request_id, kind, self.counters.uncaptured, "is not captured")
-
-    def note_restart_only(self, request: Request) -> None:
-        if request.restart_only:
-            self._refuse_or_warn(
-                request.rollout,
-                request.restart_only,
-                self.counters.restart_only,
-                "starts again after a crash",
-            )
-
-    def _refuse_or_warn(self, request_id: str, kind: str, counter: dict[str, int], what: str) -> None:
-        if self._config.unresumable == "refuse":
-            raise InputError(
-                f"request {request_id!r} is refused because of {kind}: {resume.why(kind)}",
-                hint="leave the field out, or set rollout_checkpointing.unresumable: restart",
-            )
-        counter[kind] = counter.get(kind, 0) + 1
-        if counter[kind] == 1:
-            warnings.warn(f"a request with {kind} {what}: {resume.why(kind)}", stacklevel=2)
-
     def engine_died(self, error: BaseException) -> None:
         """The engine process is gone: no snapshot is taken from here on, what was captured is flushed."""
         if self.dead_engine is None:
@@ -300,11 +291,7 @@ class RecoverySession:
 
     def _on_staged(self, staged: Staged) -> None:
         ended = [at.call_id for at in staged.coordinates if isinstance(at, EndedAt)]
-        self._call_on_loop(self._staged_on_loop, ended)
-
-    def _staged_on_loop(self, ended: list[CallId]) -> None:
-        self._deliveries.stored(ended)
-        self.flushing.staged()
+        self._call_on_loop(self._deliveries.stored, ended)
 
     def _on_attempt(self, attempt: Attempt) -> None:
         counters = self.counters
@@ -315,12 +302,13 @@ class RecoverySession:
             self._call_on_loop(self._admission.forget_ended)
         else:
             counters.snapshots_abandoned += 1
-            counters.last_abandoned = f"{attempt.step}: {attempt.error}"
+        if attempt.error is not None:
+            counters.last_abandoned = f"{attempt.step}: {attempt.error.message}"
         if attempt.verdict is Verdict.FENCED and isinstance(attempt.error, Fenced):
-            self._fail(attempt.error)
+            self.fail(attempt.error)
 
-    def _on_snapshot_error(self, error: Exception) -> None:
-        self._fail(EngineDead(f"the snapshot loop failed: {error!r}", hint="this is a bug; please report it"))
+    def _on_program_error(self, error: BaseException) -> None:
+        self.fail(ProgramError(f"storing what was captured failed: {error!r}", hint="this is a bug; please report it"))
 
     def _call_on_loop(self, work: Callable[..., None], *arguments: Any) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -331,16 +319,16 @@ class RecoverySession:
         if self.capturing:
             self.snapshots.request(cause)
 
-    def _fail(self, error: RecoveryError) -> None:
+    def fail(self, error: RecoveryError) -> None:
         """From any thread: this process must stop; everybody who waits is told."""
         self.failure = error
         self._call_on_loop(self._fail_on_loop, error)
 
     def _fail_on_loop(self, error: RecoveryError) -> None:
         self._deliveries.failed(error)
-        for event in (self._fence_down, self._gate_open, self._failing):
-            if event is not None:
-                event.set()
+        self.barriers.open_all()
+        if self._failing is not None:
+            self._failing.set()
 
     async def failing(self) -> None:
         """Wait until this process must stop, and raise why. For ever if that never happens."""
@@ -399,19 +387,3 @@ class RecoverySession:
         """Transcripts of ended calls, from the store."""
         assert self.opened is not None
         return read_ended(self.opened, call_ids)
-
-    def set_gate(self) -> None:
-        """On the loop: let waiting admissions see the gate."""
-        assert self._gate_open is not None
-        if self.gate.open:
-            self._gate_open.set()
-        else:
-            self._gate_open.clear()
-
-    def set_fence(self, up: bool) -> None:
-        """On the loop."""
-        assert self._fence_down is not None
-        if up:
-            self._fence_down.clear()
-        else:
-            self._fence_down.set()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from recovery.coordinator import Attempt, Coordinator
 from recovery.protocol import Verdict
 
-JOIN_SLACK_S = 15.0
+JOIN_SLACK_S = 5.0
 """Beyond a snapshot's own deadline: the undo steps of an abandoned one."""
 
 

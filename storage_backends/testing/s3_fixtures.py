@@ -22,8 +22,11 @@ from typing import Any
 
 import pytest
 
+from storage_backends.s3 import S3Store
 from storage_backends.testing import servers
+from storage_backends.testing.s3_proxy import FaultProxy
 from storage_backends.testing.servers import BUCKET, KEY, REGION, SECRET, Server
+from storage_backends.testing.waits import Waits
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -82,3 +85,21 @@ _numbers = itertools.count()
 def fresh_prefix() -> Callable[[], str]:
     """A prefix that no other test has."""
     return lambda: f"run-{next(_numbers)}"
+
+
+@pytest.fixture
+def proxy(moto: Server) -> Iterator[FaultProxy]:
+    """A proxy before the fast server; its plan is the test's to change."""
+    with FaultProxy(moto.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def waits() -> Waits:
+    return Waits()
+
+
+@pytest.fixture
+def open_at(fresh_prefix: Callable[[], str], waits: Waits) -> Callable[..., S3Store]:
+    """An empty store behind an endpoint, which waits without waiting; credentials come from the environment."""
+    return lambda url, **options: S3Store(BUCKET, fresh_prefix(), endpoint_url=url, pace=waits.pace, **options)

@@ -55,18 +55,19 @@ class PassOn:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer in the server's place, as S3 does. `more`: further elements of the error document."""
+    """Answer in the server's place, as S3 does. `more`: further elements of the error; `document`: another than one."""
 
     status: int
     code: str
     message: str = "said by the proxy"
     headers: Mapping[str, str] = field(default_factory=dict)
     more: Mapping[str, str] = field(default_factory=dict)
+    document: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Instead:
-    """Let the server do it, without the headers `without`; where it answers with `status`, give `answer`."""
+    """Let the server do it, without the headers `without`; where it answers `status`, give `answer`."""
 
     status: int
     answer: Answer
@@ -316,7 +317,10 @@ class _Exchange(BaseHTTPRequestHandler):
 
     def _say(self, answer: Answer) -> None:
         more = "".join(f"<{name}>{escape(value)}</{name}>" for name, value in answer.more.items())
-        text = f"<Error><Code>{answer.code}</Code><Message>{escape(answer.message)}</Message>{more}</Error>"
+        text = (
+            answer.document
+            or f"<Error><Code>{answer.code}</Code><Message>{escape(answer.message)}</Message>{more}</Error>"
+        )
         body = b"" if self.command == "HEAD" else f'<?xml version="1.0" encoding="UTF-8"?>\n{text}'.encode()
         self._give(answer.status, [("Content-Type", "application/xml"), *answer.headers.items()], body)
 

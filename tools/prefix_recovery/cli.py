@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _leave_what_hangs(code: int) -> None:
     """End this process if a thread still waits for a store that does not answer: the interpreter would join it."""
-    if any(thread.name.startswith("stager") and not thread.daemon for thread in threading.enumerate()):
+    if any(thread.name.startswith(("stager", "rows")) and not thread.daemon for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

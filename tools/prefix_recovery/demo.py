@@ -25,7 +25,7 @@ from rich.table import Table
 
 from prefix_recovery.interrupted import JobFigures, compare, read_rows, run_once
 from prefix_recovery.smollm2 import make_smollm2
-from recovery.errors import RecoveryError
+from recovery.errors import ConfigError, RecoveryError
 
 FLUSH = 16
 MIN_TOKENS = 200
@@ -60,12 +60,18 @@ class DemoFailed(RecoveryError):
 
 def run_demo(folder: Path | None, *, seed: int | None, kills: int, calls: int) -> int:
     """Run the demo in `folder` (default: a temporary one, removed at the end). Returns the exit code."""
+    if kills < 1 or calls < 1:
+        raise ConfigError("the demo needs at least one kill and one call", hint="prefix-recovery demo --help")
+    if folder is not None and any((folder / name).exists() for name in ("whole", "broken")):
+        raise ConfigError(f"{folder} holds an earlier demo", hint="give --dir another folder, or remove that one")
     seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
     console = Console(highlight=False)
     place = Path(tempfile.mkdtemp(prefix="prefix-recovery-demo-")) if folder is None else folder
     place.mkdir(parents=True, exist_ok=True)
     try:
         figures, problems = _Demo(place, seed, kills, calls, console).run()
+    except DemoFailed as error:
+        figures, problems = {"seed": seed, "failed": error.message}, [str(error)]
     finally:
         if folder is None:
             shutil.rmtree(place, ignore_errors=True)
@@ -86,7 +92,7 @@ class _Demo:
     def run(self) -> tuple[dict[str, Any], list[str]]:
         say = self._console.print
         say(f"prefix-recovery demo: {self._calls} calls, {self._kills} kills, seed {self._seed}, in {self._folder}")
-        model = make_smollm2(self._folder / "smollm2-135m", dtype="float32")
+        make_smollm2(self._folder / "smollm2-135m", dtype="float32")
         say("1. an uninterrupted run, for comparison and to know how many tokens there are")
         whole = JobFigures([self._once("whole", None)])
         reference = read_rows(self._folder / "whole" / "results.jsonl")
@@ -95,7 +101,6 @@ class _Demo:
         say("2. the same job, killed with SIGKILL in mid-decode")
         broken = self._interrupt(random.Random(self._seed), total)
         rows = read_rows(self._folder / "broken" / "results.jsonl")
-        del model
         return self._report(whole, broken, rows, reference)
 
     def _interrupt(self, rng: random.Random, total: int) -> JobFigures:

@@ -7,7 +7,8 @@ Invariants:
 1. A row is appended only when its call's terminal record is durable in the store, so that a lost output can be made
    again, and only after a look at the log: a fenced run appends nothing.
 2. A request that the engine or the session refuses costs that sample, by name, never the job.
-3. At most `max_concurrent_calls` calls are in the engine; a call that waits for durability does not count.
+3. At most `max_concurrent_calls` calls are in the engine. A call that waits for durability does not count, but of those
+   there are at most UNDELIVERED_PER_SLOT times as many: a store that takes nothing more holds up the feed, not memory.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import BadLine, Prompt, Sample
@@ -31,15 +33,20 @@ from recovery.model import FINISH_REASONS, PolicyVersion, Request
 from vllm_hooks import RecoverableEngine, RecoverySession, surface
 from vllm_hooks.capture import drain
 
+T = TypeVar("T")
+
+WRITER_THREAD = "rows"
+"""Name of the thread that may hang with the store; the command line ends the process in spite of it."""
+
+UNDELIVERED_PER_SLOT = 8
+"""Calls begun and not yet in the output, per call that may be in the engine."""
+
 
 @dataclass(slots=True)
 class Outcome:
     """What a run did; `bad` are the samples that have no result and never will."""
 
-    rows_written: int = 0
     rows_from_store: int = 0
-    tokens_decoded: int = 0
-    tokens_reused: int = 0
     bad: list[BadLine] = field(default_factory=list)
 
 
@@ -75,7 +82,9 @@ class Dispatch:
         if tally is not None:
             session.on_tokens = self._count
         self._slots = asyncio.Semaphore(config.max_concurrent_calls)
+        self._undelivered = asyncio.Semaphore(UNDELIVERED_PER_SLOT * config.max_concurrent_calls)
         self._rows: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix=WRITER_THREAD)
         self._n_generating, self._fed = 0, False
         self.outcome = Outcome()
 
@@ -84,6 +93,10 @@ class Dispatch:
             self._tally.decoded(self._numbers[call.request.rollout], n_tokens)
 
     # ---- before the loop -------------------------------------------------------------------------------------
+
+    async def matched(self) -> list[Sample]:
+        """`match`, off the event loop: it reads the store and may write many rows."""
+        return await self._in_writer(self.match)
 
     def match(self) -> list[Sample]:
         """Compare the store's calls with the prompts; write rows that the store has and the output has not.
@@ -151,7 +164,7 @@ class Dispatch:
                         text,
                     )
                 )
-            self._results.append(rows)
+            self._append(rows)
             self.outcome.rows_from_store += len(rows)
 
     def _row(
@@ -209,11 +222,13 @@ class Dispatch:
                 await asyncio.gather(feeder, return_exceptions=True)
             if not writer.done():
                 self._rows.put_nowait(None)
-                await writer
+                await asyncio.wait({writer}, timeout=self._config.rollout_checkpointing.grace_s)
+            self._writer.shutdown(wait=False)
 
     async def _feed(self, todo: list[Sample]) -> None:
         async with asyncio.TaskGroup() as group:
             for sample in todo:
+                await self._undelivered.acquire()
                 await self._slots.acquire()
                 self._n_generating += 1
                 group.create_task(self._one(sample))
@@ -224,9 +239,16 @@ class Dispatch:
         """Where only a cut makes results durable, those that end last must not wait for the next interval."""
         flushes = self._config.rollout_checkpointing.gym.generation_chunk_flush_tokens
         if self._fed and self._n_generating == 0 and not flushes:
-            self._session.want_snapshot("all calls ended")
+            self._session.want_snapshot()
 
     async def _one(self, sample: Sample) -> None:
+        try:
+            await self._to_the_end(sample)
+        except BaseException:
+            self._undelivered.release()
+            raise
+
+    async def _to_the_end(self, sample: Sample) -> None:
         try:
             prompt, params = self._prepare(sample)
             output = await self._generate(sample, prompt, params)
@@ -278,6 +300,7 @@ class Dispatch:
         )
 
     def _refused(self, sample: Sample, error: str) -> None:
+        self._undelivered.release()
         self.outcome.bad.append(BadLine(sample.prompt.line, sample.prompt.id, error))
         self._progress.refused(sample.name, error)
 
@@ -291,9 +314,14 @@ class Dispatch:
             ending = rows[-1] is None
             group = [row for row in rows if row is not None]
             if group:
-                await asyncio.to_thread(self._append, group)
-                self.outcome.rows_written += len(group)
+                await self._in_writer(self._append, group)
+                for _ in group:
+                    self._undelivered.release()
                 self._progress.finished(len(group))
+
+    async def _in_writer(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do `work` in the thread that looks at the log and writes the output; it may hang with the store."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, work, *arguments)
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         if self._session.capturing:

@@ -24,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from prefix_recovery.output_lock import FOLDER_PREFIX
 from recovery.errors import ConfigError
 
 CPU_ENVIRONMENT = {
@@ -67,7 +68,7 @@ class Engine:
 
     def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
         set_environment()
-        self._folder = Path(tempfile.mkdtemp(prefix="prefix-recovery-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         self._outer_tmpdir = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = str(self._folder)
         tempfile.tempdir = None

@@ -152,4 +152,5 @@ def compare(rows: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, 
             continue
         pairs = zip(row["logprobs"], expected["logprobs"], strict=True)
         gap = max([gap, *(abs(float(a) - float(b)) for a, b in pairs)])
-    return Comparison(len(reference) - len(by_key), len(rows) - len(by_key), mismatched, gap)
+    wanted = {(row["id"], row["sample_index"]) for row in reference}
+    return Comparison(len(wanted - set(by_key)), len(rows) - len(by_key), mismatched, gap)

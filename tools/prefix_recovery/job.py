@@ -5,7 +5,7 @@ Does not know: how samples are dispatched (dispatch.py), how tokens are captured
 
 Invariants:
 1. Whatever happens, the output's lock and the engine are released, in that the kernel or the next run ends them.
-2. SIGTERM and SIGINT end in a snapshot within `grace_s`; a second signal ends at once.
+2. SIGTERM, SIGINT and SIGHUP end in a snapshot within `grace_s`; a second signal ends at once.
 3. Nothing is said to be done that is not: exit 0 means that every prompt has its result exactly once.
 """
 
@@ -22,14 +22,15 @@ from typing import Any
 
 from prefix_recovery.dispatch import Dispatch, Outcome, first_stop
 from prefix_recovery.engine import Engine
+from prefix_recovery.output_lock import OutputLock
 from prefix_recovery.processes import descendants
 from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import BadLine, PromptFile, Sample, read_prompts
-from prefix_recovery.results import OutputLock, Results, write_errors
+from prefix_recovery.results import Results, write_errors
 from prefix_recovery.tally import Tally
 from recovery.config import JobConfig
 from recovery.coordinator import Attempt
-from recovery.errors import EngineDead, RecoveryError
+from recovery.errors import EngineDead
 from recovery.protocol import Verdict
 from vllm_hooks import RecoverySession, surface
 from vllm_hooks.start import open_session
@@ -73,6 +74,7 @@ class _Run:
         self._samples = list(file.samples(config.samples_per_prompt))
         self._signal: signal.Signals | None = None
         self._last: Attempt | None = None
+        self._captures = False
 
     def go(self) -> int:
         errors = Path(self._config.output + ".errors.jsonl")
@@ -110,8 +112,9 @@ class _Run:
     def _stopped(self, n_missing: int, progress: Progress) -> int:
         assert self._signal is not None
         progress.say(f"stopped by {self._signal.name}; run the same command to continue ({n_missing} to go)")
-        if self._last is not None and self._last.verdict is not Verdict.PUBLISHED:
-            progress.say(f"the last snapshot was not published ({self._last.step}): {self._last.error}")
+        if self._captures and (self._last is None or self._last.verdict is not Verdict.PUBLISHED):
+            why = f"{self._last.step}: {self._last.error}" if self._last else "an earlier one still hangs"
+            progress.say(f"the last snapshot was not published ({why}); flushed tokens are kept all the same")
             return 1
         return 128 + int(self._signal)
 
@@ -119,7 +122,7 @@ class _Run:
         began = time.monotonic()
         engine = Engine(self._config.model, self._config.engine)
         try:
-            self._lock.note(descendants(os.getpid()))
+            self._lock.note(descendants(os.getpid()), engine.folder)
             progress.say(f"engine ready after {time.monotonic() - began:.0f} s")
             return asyncio.run(self._loop(engine.llm, progress))
         finally:
@@ -141,13 +144,16 @@ class _Run:
                 f"largest logprob gap {parity.largest_gap:.2g}: resumes are {parity.grade}; "
                 f"capture by {'reading the front end' if parity.pull_agrees else 'streaming'}"
             )
+        counters = session.counters
         for item in restored.passed_over if restored else ():
             progress.say(f"passed over {item.what}: {item.reason}")
         if restored is not None and (restored.snapshot is not None or restored.adopted_segments):
             progress.say(
                 f"continuing from snapshot {restored.snapshot or 'none'}, {restored.adopted_segments} later segments: "
-                f"{len(restored.calls)} calls in flight, {restored.tokens_reused} tokens of them kept"
+                f"{counters.calls_restored} calls in flight, {counters.tokens_reused} tokens of them kept"
             )
+        for difference in session.opened.changed if session.opened is not None else ():
+            progress.say(f"changed since the last run, so that resumes claim no more than statistical: {difference}")
         return session
 
     async def _loop(self, llm: Any, progress: Progress) -> Outcome:
@@ -156,7 +162,8 @@ class _Run:
         session = await self._open_session(llm, progress)
         tally = Tally(self._options.tally, len(self._samples)) if self._options.tally else None
         dispatch = Dispatch(self._config, llm, session, self._results, self._samples, progress, tally)
-        todo: list[Sample] = dispatch.match()
+        self._results.reread()
+        todo: list[Sample] = await dispatch.matched()
         progress.finished(dispatch.outcome.rows_from_store)
         try:
             async with asyncio.TaskGroup() as group:
@@ -175,10 +182,10 @@ class _Run:
         self._last = await session.stop(
             timeout_s=None if self._signal is None else self._config.rollout_checkpointing.grace_s
         )
-        outcome = dispatch.outcome
-        outcome.tokens_decoded = session.counters.tokens_captured
-        outcome.tokens_reused = session.counters.tokens_reused
-        return outcome
+        if session.failure is not None:
+            raise session.failure
+        self._captures = session.capturing
+        return dispatch.outcome
 
     def _catch_signals(self, stop: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
@@ -189,7 +196,7 @@ class _Run:
             self._signal = number
             stop.set()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, caught, number)
 
 
@@ -203,8 +210,3 @@ async def _tick(progress: Progress, session: RecoverySession) -> None:
         if n > seen and what != said:
             progress.say(f"not saved, kept for the next try (decoding goes on): {what}")
         seen, said = n, what if n > seen else ""
-
-
-def describe(error: RecoveryError) -> str:
-    """An error for the terminal: what happened, then what to do."""
-    return f"prefix-recovery: {error.message}" + (f"\n  {error.hint}" if error.hint else "")

@@ -2,10 +2,14 @@
 
 Owns: rendering; the figures come from whoever runs the job.
 Does not know: engines, stores.
+
+Invariant:
+1. A display that cannot be written to falls silent; the job goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -42,7 +46,8 @@ class Progress:
             self._bars.start()
 
     def say(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
+        with contextlib.suppress(OSError):  # a terminal that went away must not end the job
+            self._console.print(line, markup=False, soft_wrap=True)
 
     def finished(self, n: int) -> None:
         self._done += n

@@ -1,0 +1,50 @@
+"""A job's loop on an engine of this process, as job.py runs it, without its signals and its lock.
+
+Owns: how a Dispatch over a started session is made for a config.
+Does not know: what is expected of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from prefix_recovery.dispatch import Dispatch, Outcome
+from prefix_recovery.progress import Progress
+from prefix_recovery.prompts import read_prompts
+from prefix_recovery.results import Results
+from recovery.config import load_config
+from tests.engine_runs import until
+from vllm_hooks import open_session
+
+
+@contextlib.asynccontextmanager
+async def job(engine: Any, config_path: Path) -> AsyncIterator[tuple[Dispatch, Any]]:
+    """A Dispatch over a started session, as job.py makes it; the session is stopped at the end."""
+    config = load_config(config_path)
+    file = read_prompts(config.prompts)
+    results = Results(Path(config.output))
+    results.open()
+    must = {"job.samples_per_prompt": config.samples_per_prompt}
+    session = await open_session(engine, config.rollout_checkpointing, must=must, test=False, keeps_results=True)
+    try:
+        samples = list(file.samples(config.samples_per_prompt))
+        yield Dispatch(config, engine, session, results, samples, Progress(0, 0, lambda: 0, quiet=True), None), session
+    finally:
+        await session.stop()
+        results.close()
+
+
+async def run_here(engine: Any, config_path: Path, stop_at_tokens: int | None = None) -> tuple[Outcome, Any]:
+    """A whole run, or one that is asked to stop after that many tokens. Gives what it did and the session's counters."""
+    async with job(engine, config_path) as (dispatch, session):
+        todo, stop = await dispatch.matched(), asyncio.Event()
+        work = asyncio.ensure_future(dispatch.run(todo, stop))
+        if stop_at_tokens is not None:
+            await until(lambda: work.done() or session.counters.tokens_captured >= stop_at_tokens)
+            stop.set()
+        await work
+        return dispatch.outcome, session.counters

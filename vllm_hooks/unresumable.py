@@ -1,0 +1,46 @@
+"""Requests that cannot be resumed exactly: refused, or accepted with one warning per kind. Named, never silent.
+
+Owns: the policy `unresumable` and the counts of what was let through.
+Does not know: which requests those are (recovery.resume, surface.py).
+
+Invariants:
+1. With `refuse` no such request reaches the engine; with `restart` every one is counted by the name of its field.
+2. One warning per kind, however many requests there are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+from recovery import resume
+from recovery.errors import InputError
+from recovery.model import Request
+
+
+class Unresumable:
+    """`uncaptured` and `restart_only` count requests by field name."""
+
+    def __init__(self, policy: Literal["restart", "refuse"]) -> None:
+        self._policy = policy
+        self.uncaptured: dict[str, int] = {}
+        self.restart_only: dict[str, int] = {}
+
+    def pass_through(self, request_id: str, kind: str) -> None:
+        """A request of which nothing can be stored in this version. Raises InputError if it is refused."""
+        self._note(request_id, kind, self.uncaptured, "is not captured")
+
+    def admit(self, request: Request) -> None:
+        """A request about to be captured. Raises InputError if it is restart-only and refused."""
+        if request.restart_only:
+            self._note(request.rollout, request.restart_only, self.restart_only, "starts again after a crash")
+
+    def _note(self, request_id: str, kind: str, counts: dict[str, int], what: str) -> None:
+        if self._policy == "refuse":
+            raise InputError(
+                f"request {request_id!r} is refused because of {kind}: {resume.why(kind)}",
+                hint="leave the field out, or set rollout_checkpointing.unresumable: restart",
+            )
+        counts[kind] = counts.get(kind, 0) + 1
+        if counts[kind] == 1:
+            warnings.warn(f"a request with {kind} {what}: {resume.why(kind)}", stacklevel=3)
