@@ -208,7 +208,7 @@ def collected(store: ObjectStore) -> Job:
     """Many snapshots, of which two are kept: replaced ledgers and the segments of dropped calls were collected."""
     job = Job(store, keep=2)
     calls = [job.open(f"p-{i}") for i in range(6)]
-    for turn in range(26):
+    for turn in range(25):
         say(calls[turn % len(calls)], 20 + turn)
         job.snapshot()
         if turn in (4, 9, 14, 19, 22):

@@ -39,7 +39,7 @@ async def job(engine: Any, config_path: Path) -> AsyncIterator[tuple[Dispatch, A
 
 
 async def run_here(engine: Any, config_path: Path, stop_at_tokens: int | None = None) -> tuple[Outcome, Any]:
-    """A whole run, or one that is asked to stop after that many tokens. Gives what it did and the session's counters."""
+    """A whole run, or one that is asked to stop after that many tokens. Gives what it did, and counters."""
     async with job(engine, config_path) as (dispatch, session):
         todo, stop = await dispatch.matched(), asyncio.Event()
         work = asyncio.ensure_future(dispatch.run(todo, stop))

@@ -189,8 +189,11 @@ class RecoverySession:
         self.snapshots.start()
 
     async def stop(self, *, last_snapshot: bool = True, timeout_s: float | None = None) -> Attempt | None:
-        """Take a last snapshot if wanted and possible, stop taking more, close the stager. Returns the last one."""
-        if not self.capturing or self._loop is None:
+        """Take a last snapshot if wanted and possible, stop taking more, close the stager. Returns the last one.
+
+        A second time it does nothing.
+        """
+        if not self.capturing or self._loop is None or self._stopped:
             return None
         wait_s = self._config.snapshot_timeout_s if timeout_s is None else timeout_s
         last = await asyncio.to_thread(

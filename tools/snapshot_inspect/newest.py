@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from recovery import garbage
 from recovery.adoption import adopt
-from recovery.errors import CannotRestore, Damaged, FormatNotUnderstood, RecoveryError
+from recovery.errors import CannotRestore, CredentialsRefused, Damaged, FormatNotUnderstood, RecoveryError
 from recovery.layout import SEGMENTS
 from recovery.ledger import Ledger
 from recovery.log import Slot
@@ -87,6 +87,8 @@ def newest(store: ObjectStore, at: Position, codecs: Codecs | None = None) -> Ne
                     loaded = check(store, codecs, snapshot, collected)
                     adoption = _adoption(store, codecs[0], loaded, collected) if adopts else Adopted()
                 return Newest(snapshot, at, newer[::-1], passed_over, adoption)
+        except CredentialsRefused:
+            raise  # says nothing about the snapshot, and stops a restore too
         except (Damaged, CannotRestore) as error:
             adopts = adopts and slot.kind != "gc"
             passed_over.append(PassedOver(slot.seq, what, error))
