@@ -133,7 +133,7 @@ class Unsupported(NamedTuple):
     instead: str
 
 
-_NO_UPDATES = "a batch job has no weight updates: leave it out, or use recovery.admission from Python"
+_NO_UPDATES = "a batch job has no weight updates: leave it out"
 
 # What the schema knows and this version does not do. To support one, delete its line.
 UNSUPPORTED = (

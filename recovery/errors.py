@@ -1,6 +1,6 @@
 """The one tree of errors, split by what a person does next.
 
-Owns: every error class, its exit code and its hint.
+Owns: the classes of the errors a person may see, their exit codes and hints. (Program errors are where they arise.)
 Does not know: who raises it, how it is printed (the command lines do that), any library's own errors.
 
     RecoveryError                       never raised itself
