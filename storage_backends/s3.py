@@ -18,8 +18,10 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import re
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from recovery.errors import ConfigError, RecoveryError, StoreUnavailable
@@ -34,9 +36,13 @@ from storage_backends.sums import crc32c
 
 T = TypeVar("T")
 _Listing = list[Listed]
+_Names = list[str]
 
 SLOWEST_BYTES_S = 1 << 20
 """A transfer that is slower than this is given up."""
+
+OBJECT_BYTES_MAX = 5 << 30
+"""What S3 takes in one PUT at most."""
 
 PAGE_KEYS = 1000
 """What S3 gives in one answer at most."""
@@ -77,6 +83,11 @@ class S3Store:
         other.__dict__ |= self.__dict__ | {"prefix": check_root(prefix)}
         return other
 
+    def folders(self) -> _Names:
+        """Names right below the root that something lies under: where a parent of many stores has them."""
+        found = (item["Prefix"] for page in self._pages("", Delimiter="/") for item in page.get("CommonPrefixes", ()))
+        return sorted({name.removeprefix(self._root).rstrip("/") for name in found})
+
     # ---- the five verbs ----------------------------------------------------------------------------------------
 
     def put_new(self, key: str, data: bytes) -> Put:
@@ -102,17 +113,16 @@ class S3Store:
             where["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
 
         async def work(fs: Any) -> bytes:
-            answer = await fs._call_s3("get_object", **where)
+            answer = await asyncio.wait_for(fs._call_s3("get_object", **where), self._timeout_s())
             try:
-                data: bytes = await answer["Body"].read()
+                data: bytes = await asyncio.wait_for(answer["Body"].read(), self._timeout_s(answer["ContentLength"]))
             finally:
                 answer["Body"].close()
             if "Range" in where and answer["ResponseMetadata"]["HTTPStatusCode"] != 206:
                 data = data[start:stop]  # a server may pass over a range and give all
             return data
 
-        nbytes = 0 if end is None else end - start
-        result = self._attempt(work, nbytes=nbytes)
+        result = self._attempt(work, nbytes=OBJECT_BYTES_MAX)  # how many they are is known by the answer
         match result:
             case Done(data):
                 return b"" if empty else data
@@ -122,26 +132,14 @@ class S3Store:
 
     def list(self, prefix: str, after: str = "") -> _Listing:
         check_prefix(prefix)
-        root = f"{self.prefix}/" if self.prefix else ""
-        asked: dict[str, Any] = {"Bucket": self.bucket, "Prefix": root + prefix, "MaxKeys": PAGE_KEYS}
-        if begin := _safe_start(after):
-            asked["StartAfter"] = root + begin
-        found: list[Listed] = []
-        while True:
-            page = self._page(asked, prefix)
+        begin = _safe_start(after)
+        found: set[Listed] = set()
+        for page in self._pages(prefix, **({"StartAfter": self._root + begin} if begin else {})):
             for item in page.get("Contents", ()):
-                key = item["Key"][len(root) :]
-                if item["Key"].startswith(root) and key.startswith(prefix) and key > after and is_key(key):
-                    found.append(Listed(key, item["Size"]))
-            if not page.get("IsTruncated"):
-                return sorted(set(found))
-            token = page.get("NextContinuationToken")
-            if not token or token == asked.get("ContinuationToken"):
-                what = (
-                    f"{self._request('ListObjectsV2', prefix)}: {self.endpoint} gives a list in parts, but not the rest"
-                )
-                raise StoreUnavailable(what, hint="a list that is not whole is of no use; look at the server")
-            asked["ContinuationToken"] = token
+                key = item["Key"].removeprefix(self._root)
+                if key.startswith(prefix) and key > after and is_key(key):
+                    found.add(Listed(key, item["Size"]))
+        return sorted(found)
 
     def delete(self, key: str) -> None:
         where = self._where(key)
@@ -191,15 +189,28 @@ class S3Store:
             raise self.error(result, "HeadObject", key)
         return isinstance(result, Done)
 
-    def _page(self, asked: dict[str, Any], prefix: str) -> dict[str, Any]:
+    def _pages(self, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
+        """Every part of the list of what begins with `prefix`."""
+        asked: dict[str, Any] = {"Bucket": self.bucket, "Prefix": self._root + prefix, "MaxKeys": PAGE_KEYS, **more}
+
         async def work(fs: Any) -> dict[str, Any]:
             page: dict[str, Any] = await fs._call_s3("list_objects_v2", **asked)
             return page
 
-        result = self._attempt(work)
-        if isinstance(result, Failed):
-            raise self.error(result, "ListObjectsV2", prefix)
-        return result.value
+        while True:
+            result = self._attempt(work)
+            if isinstance(result, Failed):
+                raise self.error(result, "ListObjectsV2", prefix)
+            yield result.value
+            if not result.value.get("IsTruncated"):
+                return
+            token = result.value.get("NextContinuationToken")
+            if not token or token == asked.get("ContinuationToken"):
+                what = (
+                    f"{self._request('ListObjectsV2', prefix)}: {self.endpoint} gives a list in parts, but not the rest"
+                )
+                raise StoreUnavailable(what, hint="a list that is not whole is of no use; look at the server")
+            asked["ContinuationToken"] = token
 
     # ---- around them -------------------------------------------------------------------------------------------
 
@@ -207,18 +218,26 @@ class S3Store:
     def _here(self) -> Client:
         return self._connection.here()
 
+    @property
+    def _root(self) -> str:
+        """What every object's name begins with."""
+        return f"{self.prefix}/" if self.prefix else ""
+
     def _where(self, key: str) -> dict[str, Any]:
         """The object's coordinates. Raises ConfigError for what is no key, or is none under this prefix."""
         check_key(key)
-        name = f"{self.prefix}/{key}" if self.prefix else key
+        name = self._root + key
         if len(name.encode("utf-8")) > KEY_BYTES_MAX:
             raise ConfigError(f"{name:.200}… is longer than {KEY_BYTES_MAX} bytes", hint="use a shorter prefix")
         return {"Bucket": self.bucket, "Key": name}
 
+    def _timeout_s(self, nbytes: int = 0) -> float:
+        """How long one try may take that moves so many bytes."""
+        return self.options.connect_timeout_s + self.options.read_timeout_s + nbytes / SLOWEST_BYTES_S
+
     def _attempt(self, work: Work[T], nbytes: int = 0) -> Done[T] | Failed:
-        options = self.options
-        timeout_s = options.connect_timeout_s + options.read_timeout_s + nbytes / SLOWEST_BYTES_S
-        return attempt(self._here, work, timeout_s=timeout_s, retry_for_s=options.retry_for_s, pace=self._pace)
+        timeout_s, retry_for_s = self._timeout_s(nbytes), self.options.retry_for_s
+        return attempt(self._here, work, timeout_s=timeout_s, retry_for_s=retry_for_s, pace=self._pace)
 
     def _request(self, operation: str, key: str) -> Request:
         return Request(operation=operation, url=f"{self.url}/{key}".rstrip("/"), bucket=self.bucket)

@@ -14,11 +14,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import atexit
 import ctypes
 import os
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -82,6 +84,8 @@ def _io() -> _Io:
 
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
+_open: dict[Any, tuple[int, asyncio.AbstractEventLoop]] = {}
+"""The makers of the connections that are open, with process and loop."""
 
 
 def _keep_for_ever() -> None:
@@ -89,7 +93,7 @@ def _keep_for_ever() -> None:
 
     Its end would take the parent's sockets out of the parent's event loop: parent and child share one epoll.
     """
-    for each in (*_clients, *_ios.values()):
+    for each in (*_clients, *_ios.values(), *_open):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
@@ -130,8 +134,9 @@ class Client:
             fs = self._fs
         if fs._s3 is None:
             await fs.set_session()
-            if not hasattr(fs, "closed_by"):
-                fs.closed_by = weakref.finalize(fs, _close, os.getpid(), self._io.loop, fs._s3creator)
+            if fs._s3creator not in _open:
+                _open[fs._s3creator] = (os.getpid(), self._io.loop)
+                weakref.finalize(fs, _begin_to_close, fs._s3creator).atexit = False
         return await work(fs)
 
     def renew(self, generation: int) -> bool:
@@ -201,16 +206,19 @@ class Connection:
         return found
 
 
-def _close(pid: int, loop: asyncio.AbstractEventLoop, creator: Any) -> None:
-    """Close the connections of a file system that nobody has any more, in the process that made it."""
-    if pid != os.getpid() or not loop.is_running():
-        return
-    closing = creator.__aexit__(None, None, None)
-    try:
-        future = asyncio.run_coroutine_threadsafe(closing, loop)
-    except RuntimeError:
-        closing.close()
-        return
-    if threading.current_thread().name != _THREAD:  # the loop's own thread cannot wait for itself
+def _begin_to_close(creator: Any) -> Future[Any] | None:
+    """Close the connections of a file system that nobody has any more. Does not wait: any thread may come here."""
+    pid, loop = _open.get(creator, (0, None))
+    if loop is None or pid != os.getpid() or not loop.is_running():
+        return None
+    del _open[creator]
+    return asyncio.run_coroutine_threadsafe(creator.__aexit__(None, None, None), loop)
+
+
+@atexit.register
+def _close_all() -> None:
+    """What is still open when the process ends, also what a renewal has replaced."""
+    closing = [_begin_to_close(creator) for creator in list(_open)]
+    for future in filter(None, closing):
         with suppress(Exception):
             future.result(_CLOSE_S)

@@ -223,7 +223,7 @@ n = 0
 def plan(verb, key):
     global n
     n += verb == "put_new" and key.startswith("seg/")
-    return Hang(never) if n > 6 else PASS
+    return Hang(never) if n > 1 else PASS
 opening.open_store = lambda url, **options: FaultyStore(open_store(url, **options), plan)
 sys.exit(main())
 """
@@ -232,19 +232,18 @@ sys.exit(main())
 def test_w1_w5_a_store_that_hangs_while_the_job_is_stopped(
     tiny_model: Path, tmp_path: Path, reference: Reference, engine: Any, on_loop: OnLoop[Any]
 ) -> None:
-    """W1, W5: the store hangs, SIGTERM comes: the run ends within its grace, says that nothing was published, and what
-    was stored before is where the next run goes on.
+    """W1, W5: after its first segment the store hangs, SIGTERM comes: the run ends within its grace, says that nothing
+    was published, and what was stored before is where the next run goes on.
     """
     rows = lines(4, least=300, step=20)
-    config = write_job(tmp_path, tiny_model, rows, block={"snapshot_interval_s": 3600, "grace_s": 1})
+    config = write_job(tmp_path, tiny_model, rows, flush=16, block={"snapshot_interval_s": 3600, "grace_s": 1})
     with running(config, "hangs", program=("-c", HANGING)) as job:
         job.after(300)
         job.process.send_signal(signal.SIGTERM)
         assert job.wait(30) == 1, job.text
         assert "the last snapshot was not published" in job.text
     _, counters = on_loop(run_here(engine, config))
-    total = sum(row["sampling"]["max_tokens"] for row in rows)
-    assert total - 4 * FLUSH > counters.tokens_reused > 0
+    assert counters.tokens_reused > 0
     assert_whole(rows_of(tmp_path), reference(rows))
 
 

@@ -78,6 +78,15 @@ class OnS3(StoreConformance):
             assert [item.key for item in store.list("")] == sorted(keys)
             assert [item.key for item in store.list("a/", "a/001.x")] == keys[2:5]
 
+    def test_folders_of_a_parent_of_many_stores(self, store: ObjectStore) -> None:
+        assert isinstance(store, S3Store)
+        assert store.folders() == []
+        names = ["run-1", "run-10", "a b", "A+%2F", "\u00e9"]
+        for name in names:
+            store.under(f"{store.prefix}/{name}").put_new("format.json", b"{}")
+        store.put_new("no-folder", b"")
+        assert store.folders() == sorted(names)
+
 
 class TestMotoByPath(OnS3):
     name = "moto"

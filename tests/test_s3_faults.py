@@ -222,6 +222,18 @@ def test_a_server_that_never_answers_costs_one_timeout(
     assert store.put_new("b", b"1") is Put.CREATED, "the same store goes on when the server does"
 
 
+def test_a_slow_answer_has_time_by_its_length(proxy: FaultProxy, fresh_prefix: Callable[[], str]) -> None:
+    timeouts: dict[str, Any] = {"read_timeout_s": 0.4, "connect_timeout_s": 0.2, "retry_for_s": 0.1}
+    store = S3Store(BUCKET, fresh_prefix(), endpoint_url=proxy.url, **timeouts)
+    big = b"x" * (2 << 20)
+    store.put("big", big)
+    store.put("small", b"x" * 1000)
+    proxy.plan = lambda seen: faults.Trickle(pieces=10, pause_s=0.1)
+    assert store.get("big") == big, "longer than the timeouts, faster than the slowest that is borne"
+    with pytest.raises(StoreUnavailable, match=proxy.url):
+        store.get("small")
+
+
 def test_a_slow_server_is_waited_for(store: S3Store, proxy: FaultProxy) -> None:
     proxy.plan = lambda seen: faults.PassOn(delay_s=0.2)
     assert store.put_new("a", b"1") is Put.CREATED

@@ -9,6 +9,7 @@ Invariant:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -22,14 +23,15 @@ from recovery.codec import canonical_json, fingerprint
 from recovery.config import CheckpointingConfig
 from recovery.errors import Damaged
 from recovery.ledger import Ledger
+from recovery.log import Slot
 from recovery.model import CallId
-from recovery.ports import ObjectStore, SegmentCodec
+from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
 from recovery.reading import Transcript, read_transcripts
-from recovery.restore import Restored, choose, compatibility_record, differences, restore
+from recovery.restore import Choice, Restored, check_fingerprint, choose, compatibility_record, differences, restore
 from recovery.resume import StopRules
-from recovery.slots import SlotLog
-from recovery.snapshots import make_root
+from recovery.slots import Read, SlotLog, find_tail, walk_back
+from recovery.snapshots import Snapshot, load, make_root
 from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.codecs import MixedSegmentCodec
@@ -85,6 +87,7 @@ def open_store_for(
     segments, ledgers = MixedSegmentCodec(config.codec), ArrowLedgerCodec()
     segments.encode([], "seg/warm")  # the first use of the codec is the slowest, and the first flush must not wait
     log = SlotLog(store, clock, entropy, (owner or f"{socket.gethostname()} pid {os.getpid()}")[:200])
+    refuse_foreign(store, ledgers, must, config.restore)
     log.claim()
     chosen = choose(store, segments, ledgers, log.tail, config.restore, must)
     ledger = chosen.loaded.ledger if chosen.loaded else Ledger()
@@ -110,6 +113,24 @@ def open_store_for(
         exactness="statistical" if changed else exactness,
     )
     return Opened(store, segments, clock, entropy, publication, restored, states, hexes, changed)
+
+
+def refuse_foreign(store: ObjectStore, ledgers: LedgerCodec, must: Mapping[str, Any], choice: Choice) -> None:
+    """Raise FingerprintMismatch before anything is claimed, if no snapshot of the store belongs to this job.
+
+    A job that was started with the wrong model by mistake must not fence the one that the store belongs to.
+    """
+    if choice == "never":
+        return
+    newest: Slot | None = None
+    for read in walk_back(store, find_tail(store)):
+        if isinstance(read, Read) and read.slot.kind == "snapshot":
+            if read.slot.body.get("fingerprint") == fingerprint(must):
+                return
+            newest = newest or read.slot
+    if newest is not None:
+        with contextlib.suppress(Damaged):  # then there is nothing to compare with; the restore says what is wrong
+            check_fingerprint(load(store, ledgers, Snapshot.from_slot(newest)), must)
 
 
 def recorded_differences(job_state: bytes, recorded: Mapping[str, Any]) -> list[str]:

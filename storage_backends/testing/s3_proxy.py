@@ -92,6 +92,14 @@ class CutShort:
 
 
 @dataclass(frozen=True, slots=True)
+class Trickle:
+    """Give the server's answer in so many pieces, with a pause before each."""
+
+    pieces: int
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Garble:
     """Flip one bit of the body on its way to the server."""
 
@@ -103,7 +111,7 @@ class Hang:
     event: threading.Event = field(default_factory=threading.Event)
 
 
-Fault = PassOn | Answer | Instead | DropBefore | DropAfter | CutShort | Garble | Hang
+Fault = PassOn | Answer | Instead | DropBefore | DropAfter | CutShort | Trickle | Garble | Hang
 Plan = Callable[[Seen], Fault]
 
 PASS_ON = PassOn()
@@ -276,6 +284,8 @@ class _Exchange(BaseHTTPRequestHandler):
                 self._reset()
             case CutShort(nbytes):
                 self._give(*self._ask(body), most=nbytes)
+            case Trickle(pieces, pause_s):
+                self._give(*self._ask(body), pieces=pieces, pause_s=pause_s)
             case Garble():
                 self._give(*self._ask(bytes([body[0] ^ 1]) + body[1:]))
             case Hang(event):
@@ -299,7 +309,16 @@ class _Exchange(BaseHTTPRequestHandler):
         finally:
             connection.close()
 
-    def _give(self, status: int, headers: list[tuple[str, str]], body: bytes, most: int | None = None) -> None:
+    def _give(
+        self,
+        status: int,
+        headers: list[tuple[str, str]],
+        body: bytes,
+        *,
+        most: int | None = None,
+        pieces: int = 1,
+        pause_s: float = 0.0,
+    ) -> None:
         self.send_response_only(status)
         length = str(len(body))
         for name, value in headers:
@@ -310,8 +329,11 @@ class _Exchange(BaseHTTPRequestHandler):
         if status != 204:
             self.send_header("Content-Length", length)
         self.end_headers()
-        self.wfile.write(body[:most])
-        self.wfile.flush()
+        step = -(-len(body) // pieces) or 1
+        for start in range(0, len(body) or 1, step):
+            self.owner.closing.wait(pause_s)
+            self.wfile.write(body[start : start + step][:most])
+            self.wfile.flush()
         if most is not None:
             self._reset()
 

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 from prefix_recovery import __doc__ as _about
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('prefix-recovery')}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB")
     run = verbs.add_parser("run", help="run a job, or continue it")
     run.add_argument("config", metavar="CONFIG", help="the job, as YAML or JSON")
@@ -87,6 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read it has seen enough
+        code = 0
     _leave_what_hangs(code)
     return code
 
@@ -115,7 +120,7 @@ def _run_verb(arguments: argparse.Namespace) -> int:
         case "model":
             print(_make_model(arguments))
         case "schema":
-            print(json.dumps(configs.job_schema(), indent=2))
+            print(json.dumps(configs.job_schema(), indent=2), flush=True)
         case "doctor":
             from prefix_recovery.doctor import run_doctor
 

@@ -158,6 +158,8 @@ def _store(config: JobConfig) -> Finding:
     try:
         store = open_store(block.store)
         check_root(store)
-    except NoStore:
+    except NoStore as error:
+        if "://" not in block.store and Path(block.store).exists() and not Path(block.store).is_dir():
+            return Finding("fail", error.message, error.hint)
         return Finding("ok", f"no store at {block.store} yet; the run makes one")
     return Finding("ok", f"store {block.store}, {find_tail(store)} log entries; `snapshot-inspect latest` says more")

@@ -97,6 +97,13 @@ class Engine:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _share_of_memory() -> float:
+    """For the CPU build: half of the machine at most, and never what others are using. vLLM's default is nearly all."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        sizes = {line.split(":")[0]: int(line.split()[1]) for line in file}
+    return round(min(0.5, 0.7 * sizes["MemAvailable"] / sizes["MemTotal"]), 2)
+
+
 def _start(model: str, arguments: Mapping[str, Any]) -> Any:
     # Deprecations inside vLLM and torch are not the reader's to mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm|torch")
@@ -116,9 +123,17 @@ def _start(model: str, arguments: Mapping[str, Any]) -> Any:
                 f"engine.{name}: this vLLM has no such argument" + (f"; did you mean {near[0]}?" if near else ""),
                 hint="engine arguments are passed to vLLM as they are",
             )
-    defaults: dict[str, Any] = {"disable_log_stats": True, "use_tqdm_on_load": False}
+    # vLLM's own default seed is the same at every start: a run that continues a job would repeat the random draws
+    # of the run before it, and give siblings the same answer.
+    defaults: dict[str, Any] = {
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": int.from_bytes(os.urandom(4), "little") >> 1,
+    }
     if is_cpu_build():
         defaults |= {"enforce_eager": True}
+        if "kv_cache_memory_bytes" not in arguments:
+            defaults["gpu_memory_utilization"] = _share_of_memory()
     try:
         chosen = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         args = AsyncEngineArgs(model=model, **{**defaults, **arguments})
@@ -129,8 +144,9 @@ def _start(model: str, arguments: Mapping[str, Any]) -> Any:
         return AsyncLLM.from_vllm_config(config, disable_log_stats=bool(args.disable_log_stats))
     except ConfigError:
         raise
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
         raise ConfigError(
             f"the engine does not start with model {model!r}: {error}",
-            hint="check `model` and `engine`; `prefix-recovery model smollm2 DIR` makes a small real model",
+            hint="check `model` and `engine`; if memory is short, set engine.gpu_memory_utilization or "
+            "engine.kv_cache_memory_bytes; `prefix-recovery model smollm2 DIR` makes a small real model",
         ) from error

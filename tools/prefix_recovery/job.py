@@ -16,22 +16,24 @@ import os
 import signal
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefix_recovery.dispatch import Dispatch, Outcome, first_stop
-from prefix_recovery.engine import Engine
+from prefix_recovery.engine import Engine, set_environment
 from prefix_recovery.output_lock import OutputLock
 from prefix_recovery.processes import descendants
 from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import BadLine, PromptFile, Sample, read_prompts
 from prefix_recovery.results import Results, write_errors
 from prefix_recovery.tally import Tally
-from recovery.config import JobConfig
+from recovery.config import JobConfig, effective_mode
 from recovery.coordinator import Attempt
-from recovery.errors import EngineDead
+from recovery.errors import ConfigError, EngineDead
 from recovery.protocol import Verdict
+from storage_backends import open_store
 from vllm_hooks import RecoverySession, surface
 from vllm_hooks.start import open_session
 
@@ -88,7 +90,9 @@ class _Run:
             progress.close()
         bad = self._file.bad + outcome.bad
         if bad or errors.exists():
-            write_errors(errors, ({"line": b.line, "id": b.id, "error": b.error} for b in bad))
+            write_errors(
+                errors, ({"file": str(self._file.path), "line": b.line, "id": b.id, "error": b.error} for b in bad)
+            )
         return self._exit_code(outcome, bad, progress)
 
     def _progress(self) -> Progress:
@@ -102,8 +106,8 @@ class _Run:
         if self._signal is not None:
             return self._stopped(len(missing), progress)
         progress.say(
-            f"{len(self._samples) - len(missing)} of {len(self._samples)} results in {self._results.path}"
-            + (f", {len(bad)} without one: see {self._results.path}.errors.jsonl" if bad else "")
+            f"{len(self._samples) - len(missing)} of {len(self._samples) + len(self._file.bad)} results in "
+            f"{self._results.path}" + (f"; what has none is in {self._results.path}.errors.jsonl" if bad else "")
         )
         if bad:
             return 3
@@ -120,6 +124,8 @@ class _Run:
 
     def _with_engine(self, progress: Progress) -> Outcome:
         began = time.monotonic()
+        self._check_early()
+        progress.say("starting the engine")
         engine = Engine(self._config.model, self._config.engine)
         try:
             self._lock.note(descendants(os.getpid()), engine.folder)
@@ -127,6 +133,17 @@ class _Run:
             return asyncio.run(self._loop(engine.llm, progress))
         finally:
             engine.close()
+
+    def _check_early(self) -> None:
+        """What would end the run after the engine's start, told before it."""
+        block = self._config.rollout_checkpointing
+        if effective_mode(block) != "off" and block.store is not None:
+            open_store(block.store, create=True)
+        set_environment()
+        try:
+            surface.sampling_params(self._config.sampling)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"sampling: {error}", hint="see vLLM's SamplingParams for the fields") from error
 
     async def _open_session(self, llm: Any, progress: Progress) -> RecoverySession:
         session = await open_session(
@@ -149,7 +166,8 @@ class _Run:
             progress.say(f"passed over {item.what}: {item.reason}")
         if restored is not None and (restored.snapshot is not None or restored.adopted_segments):
             progress.say(
-                f"continuing from snapshot {restored.snapshot or 'none'}, {restored.adopted_segments} later segments: "
+                f"continuing from snapshot {restored.snapshot or 'none'} and {restored.adopted_segments} segments after "
+                f"it, now snapshot {restored.published}: "
                 f"{counters.calls_restored} calls in flight, {counters.tokens_reused} tokens of them kept"
             )
         for difference in session.opened.changed if session.opened is not None else ():
@@ -158,7 +176,8 @@ class _Run:
 
     async def _loop(self, llm: Any, progress: Progress) -> Outcome:
         stop = asyncio.Event()
-        self._catch_signals(stop)
+        warnings.showwarning = lambda message, *rest, **more: progress.say(f"note: {message}")
+        self._catch_signals(stop, progress)
         session = await self._open_session(llm, progress)
         tally = Tally(self._options.tally, len(self._samples)) if self._options.tally else None
         dispatch = Dispatch(self._config, llm, session, self._results, self._samples, progress, tally)
@@ -187,13 +206,14 @@ class _Run:
         self._captures = session.capturing
         return dispatch.outcome
 
-    def _catch_signals(self, stop: asyncio.Event) -> None:
+    def _catch_signals(self, stop: asyncio.Event, progress: Progress) -> None:
         loop = asyncio.get_running_loop()
 
         def caught(number: signal.Signals) -> None:
             if self._signal is not None:
                 os._exit(128 + int(number))
             self._signal = number
+            progress.say(f"{number.name}: taking a last snapshot; once more ends at once")
             stop.set()
 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -163,8 +163,10 @@ def _check_value(kind: str, value: Any) -> None:
         if any(isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < 1 << 31 for t in value):
             raise ValueError("`prompt_token_ids` holds something that is not a token id")
     elif kind == "prompt":
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str):
             raise ValueError("`prompt` is not a text")
+        if not value:
+            raise ValueError("`prompt` is empty")
         _encodable(value)
     elif not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         raise ValueError("`messages` is not a list of objects with a role")

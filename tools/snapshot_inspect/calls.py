@@ -58,11 +58,16 @@ def _by_value(name: str) -> list[tuple[int, int, str]]:
 
 
 def find_call(ledger: Ledger, text: str) -> Entry:
-    """The call that is named by its rollout, its id, or digits that only its id begins with. Raises ConfigError."""
+    """The call that is named by its rollout, a job's prompt id, its call id, or digits that only that begins with.
+
+    Raises ConfigError.
+    """
     entries = in_order(ledger)
     found = [entry for entry in entries if entry.identity.rollout == text]
     if not found and _CALL_ID.fullmatch(text):
         found = [entry for entry in entries if entry.call_id.hex().startswith(text)]
+    if not found:  # a job's samples are named <prompt id>#<sample index>
+        found = [entry for entry in entries if entry.identity.rollout.startswith(f"{text}#")]
     if len(found) == 1:
         return found[0]
     hint = "list them: snapshot-inspect calls STORE"
