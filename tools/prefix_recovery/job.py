@@ -166,8 +166,8 @@ class _Run:
             progress.say(f"passed over {item.what}: {item.reason}")
         if restored is not None and (restored.snapshot is not None or restored.adopted_segments):
             progress.say(
-                f"continuing from snapshot {restored.snapshot or 'none'} and {restored.adopted_segments} segments after "
-                f"it, now snapshot {restored.published}: "
+                f"continuing from snapshot {restored.snapshot or 'none'}, {restored.adopted_segments} later segments, "
+                f"as snapshot {restored.published}: "
                 f"{counters.calls_restored} calls in flight, {counters.tokens_reused} tokens of them kept"
             )
         for difference in session.opened.changed if session.opened is not None else ():
