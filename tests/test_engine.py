@@ -1,10 +1,17 @@
-"""prefix_recovery.engine without an engine: what is set when the user said nothing."""
+"""prefix_recovery.engine without an engine: what is set where the config says nothing."""
 
 from __future__ import annotations
 
-from prefix_recovery import engine
+from prefix_recovery.engine import default_arguments, is_cpu_build
+
+
+def test_each_start_has_a_seed_of_its_own() -> None:
+    """With one seed at every start a continued job would repeat the random draws of the run before it."""
+    seeds = {default_arguments({})["seed"] for _ in range(20)}
+    assert len(seeds) == 20 and all(0 <= seed < 2**31 for seed in seeds)
 
 
 def test_the_share_of_memory_fits_what_is_free() -> None:
-    share = engine._share_of_memory()
-    assert 0 < share <= 0.5
+    assert is_cpu_build(), "the tests run on the CPU build"
+    assert 0 < default_arguments({})["gpu_memory_utilization"] <= 0.5
+    assert "gpu_memory_utilization" not in default_arguments({"kv_cache_memory_bytes": 1 << 28})

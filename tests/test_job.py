@@ -52,7 +52,7 @@ BAD: list[tuple[str, str]] = [
     ('{"id": "x"}', "exactly one of prompt, messages, prompt_token_ids is needed, found none"),
     ('{"id": "x", "prompt": "a", "prompt_token_ids": [1]}', "found prompt and prompt_token_ids"),
     ('{"id": "x", "promt": "a"}', "unknown field 'promt'"),
-    ('{"id": "x", "prompt": ""}', "`prompt` is not a text"),
+    ('{"id": "x", "prompt": ""}', "`prompt` is empty"),
     ('{"id": "x", "prompt": 5}', "`prompt` is not a text"),
     ('{"id": "x", "prompt": ["a"]}', "`prompt` is not a text"),
     ('{"id": "x", "prompt": "\\udc00"}', "the text holds half of a surrogate pair"),

@@ -104,6 +104,22 @@ def _share_of_memory() -> float:
     return round(min(0.5, 0.7 * sizes["MemAvailable"] / sizes["MemTotal"]), 2)
 
 
+def default_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given to vLLM where the config says nothing; `arguments` are the config's."""
+    # vLLM's own default seed is the same at every start: a run that continues a job would repeat the random draws
+    # of the run before it, and give siblings the same answer.
+    defaults: dict[str, Any] = {
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": int.from_bytes(os.urandom(4), "little") >> 1,
+    }
+    if is_cpu_build():
+        defaults |= {"enforce_eager": True}
+        if "kv_cache_memory_bytes" not in arguments:
+            defaults["gpu_memory_utilization"] = _share_of_memory()
+    return defaults
+
+
 def _start(model: str, arguments: Mapping[str, Any]) -> Any:
     # Deprecations inside vLLM and torch are not the reader's to mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm|torch")
@@ -123,20 +139,9 @@ def _start(model: str, arguments: Mapping[str, Any]) -> Any:
                 f"engine.{name}: this vLLM has no such argument" + (f"; did you mean {near[0]}?" if near else ""),
                 hint="engine arguments are passed to vLLM as they are",
             )
-    # vLLM's own default seed is the same at every start: a run that continues a job would repeat the random draws
-    # of the run before it, and give siblings the same answer.
-    defaults: dict[str, Any] = {
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "seed": int.from_bytes(os.urandom(4), "little") >> 1,
-    }
-    if is_cpu_build():
-        defaults |= {"enforce_eager": True}
-        if "kv_cache_memory_bytes" not in arguments:
-            defaults["gpu_memory_utilization"] = _share_of_memory()
     try:
         chosen = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
-        args = AsyncEngineArgs(model=model, **{**defaults, **arguments})
+        args = AsyncEngineArgs(model=model, **{**default_arguments(arguments), **arguments})
         config = args.create_engine_config()
         if is_cpu_build() and chosen is None:
             # Set after the config was made: the CPU platform forces spawn while it is made. Fork inherits the imports.
