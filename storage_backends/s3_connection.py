@@ -220,5 +220,5 @@ def _close_all() -> None:
     """What is still open when the process ends, also what a renewal has replaced."""
     closing = [_begin_to_close(creator) for creator in list(_open)]
     for future in filter(None, closing):
-        with suppress(Exception):
+        with suppress(Exception):  # the process ends, and its connections with it
             future.result(_CLOSE_S)
