@@ -38,13 +38,15 @@ async def job(engine: Any, config_path: Path) -> AsyncIterator[tuple[Dispatch, A
         results.close()
 
 
-async def run_here(engine: Any, config_path: Path, stop_at_tokens: int | None = None) -> tuple[Outcome, Any]:
-    """A whole run, or one that is asked to stop after that many tokens. Gives what it did, and counters."""
+async def run_here(engine: Any, config_path: Path, stop_at: tuple[int, int] | None = None) -> tuple[Outcome, Any]:
+    """A whole run, or one that is asked to stop at so many tokens and rows. Gives what it did, and counters."""
     async with job(engine, config_path) as (dispatch, session):
         todo, stop = await dispatch.matched(), asyncio.Event()
         work = asyncio.ensure_future(dispatch.run(todo, stop))
-        if stop_at_tokens is not None:
-            await until(lambda: work.done() or session.counters.tokens_captured >= stop_at_tokens)
+        if stop_at is not None:
+            tokens, rows = stop_at
+            results = dispatch._results
+            await until(lambda: session.counters.tokens_captured >= tokens and len(results.done) >= rows)
             stop.set()
         await work
         return dispatch.outcome, session.counters

@@ -23,10 +23,13 @@ from recovery.slots import find_tail, walk_back
 from storage_backends import open_store
 from tests.conftest import OnLoop
 from tests.engine_runs import ask, read_back
-from tests.job_files import FLUSH, assert_whole, lines, noted_children, rows_of, write_job, write_lines
+from tests.job_files import assert_whole, lines, noted_children, rows_of, write_job, write_lines
 from tests.job_here import run_here
 from tests.job_processes import JobProcess, run, running, wait_until
 from vllm_hooks import surface
+
+BOUND = 128
+"""Tokens per flush where what a kill costs is asserted: more than the tiny model decodes while a segment is stored."""
 
 Reference = Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]]
 
@@ -64,32 +67,32 @@ def causes(store: Path) -> list[str]:
     return [str(slot.body["cause"]) for slot in slots if slot.kind == "snapshot"]
 
 
-def assert_cost(figures: JobFigures, flush: int = FLUSH) -> None:
-    """After each kill: something was kept, and no call had more than one flush of tokens generated twice."""
+def assert_cost(figures: JobFigures) -> None:
+    """At each kill no call had more than one flush of tokens that were generated twice."""
     for number, twice in enumerate(figures.twice_after_kills()):
         assert (twice >= 0).all(), f"kill {number}: the store has tokens that nobody generated: {twice}"
-        assert twice.max() <= flush, f"kill {number}: {twice}"
+        assert twice.max() <= BOUND, f"kill {number}: {twice}"
 
 
 # ---- kills ---------------------------------------------------------------------------------------------------------
 
 
 def test_w2_w3_killed_again_and_again(
-    tiny_model: Path, tmp_path: Path, rng: random.Random, reference: Reference
+    tiny_model: Path, quick_path: Path, rng: random.Random, reference: Reference
 ) -> None:
     """W2, W3, W4: three SIGKILLs of the whole group at random token counts, then to the end.
 
     Finished, half finished, queued and never sent: no prompt is lost, doubled or different; each kill costs a call at
     most one flush; the mean length is the reference's.
     """
-    rows = lines(12, least=150, step=20)
-    config = write_job(tmp_path, tiny_model, rows)
+    rows = lines(12, least=200, step=20)
+    config = write_job(quick_path, tiny_model, rows, flush=BOUND)
     total = sum(row["sampling"]["max_tokens"] for row in rows)
     figures = JobFigures()
     done = 0
     for number in range(3):
         most = max(2, (total - done) // (4 - number))
-        at = rng.randint(min(8 * FLUSH, most), most)
+        at = rng.randint(min(8 * BOUND, most) // 2, most)
         with running(config, f"run-{number}") as job:
             job.after(at).kill_group()
             figures.runs.append(job.figures())
@@ -101,7 +104,7 @@ def test_w2_w3_killed_again_and_again(
     figures.runs.append(last.figures())
     assert len(figures.counted) == 4
     assert_cost(figures)
-    found, wanted = rows_of(tmp_path), reference(rows)
+    found, wanted = rows_of(quick_path), reference(rows)
     assert_whole(found, wanted)
     assert sum(len(row["token_ids"]) for row in found) == total
     assert all(resume["at"] > 0 for row in found for resume in row["resumes"])
@@ -111,22 +114,23 @@ def test_w2_w3_killed_again_and_again(
 
 
 def test_w9_adoption_alone_with_shuffled_siblings(
-    tiny_model: Path, tmp_path: Path, rng: random.Random, reference: Reference
+    tiny_model: Path, quick_path: Path, rng: random.Random, reference: Reference
 ) -> None:
     """W9: four samples of each prompt, two of which are equal; a kill when no snapshot but the first was ever taken,
     the lines in another order afterwards, and the output gone. What was flushed is adopted; each row finds its place.
     """
     rows = lines(4, least=150, step=20)
     rows[2] = {**rows[1], "id": "equal to p-1", "sampling": {"max_tokens": 77}}
-    config = write_job(tmp_path, tiny_model, rows, samples_per_prompt=4, block={"snapshot_interval_s": 3600})
+    block = {"snapshot_interval_s": 3600}
+    config = write_job(quick_path, tiny_model, rows, samples_per_prompt=4, flush=BOUND, block=block)
     total = 4 * sum(row["sampling"]["max_tokens"] for row in rows)
     with running(config, "run-0") as job:
         job.after(rng.randint(total // 3, 2 * total // 3)).kill_group()
         before = job.counts()
-    assert causes(tmp_path / "store") == ["adoption"]
-    (tmp_path / "results.jsonl").unlink()
+    assert causes(quick_path / "store") == ["adoption"]
+    (quick_path / "results.jsonl").unlink()
     order = rng.sample(range(4), 4)
-    write_lines(tmp_path / "prompts.jsonl", [rows[number] for number in order])
+    write_lines(quick_path / "prompts.jsonl", [rows[number] for number in order])
     last = run(config, "run-1")
     assert last.wait() == 0, last.text
     assert "later segments" in last.text
@@ -134,9 +138,9 @@ def test_w9_adoption_alone_with_shuffled_siblings(
     assert before is not None and after is not None
     places = [4 * order.index(number) + index for number in range(4) for index in range(4)]
     twice = before[0] + before[1] - after[0][places]
-    assert (twice >= 0).all() and twice.max() <= FLUSH, twice
+    assert (twice >= 0).all() and twice.max() <= BOUND, twice
     assert after[0].sum() > 0
-    assert_whole(rows_of(tmp_path), reference(rows, 4))  # type: ignore[call-arg]
+    assert_whole(rows_of(quick_path), reference(rows, 4))  # type: ignore[call-arg]
 
 
 def test_w1_w6_w14_signals_then_the_end_then_nothing_to_do(

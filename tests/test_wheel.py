@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import OnLoop
 from tests.engine_runs import ask
 from tests.job_files import FLUSH, assert_whole, lines, rows_of, write_job
-from tests.job_processes import running
+from tests.job_processes import running, wait_until
 from vllm_hooks import surface
 
 ROOT = Path(__file__).parents[1]
@@ -88,7 +88,10 @@ def test_w15_a_job_is_killed_and_continued(
     config = write_job(tmp_path, Path("tiny"), rows)
     python = installed / "bin" / "python"
     with running(config, "first", program=COMMAND, python=python, cwd=tmp_path) as job:
-        job.after(rng.randint(8 * FLUSH, 1000)).kill_group()
+        job.after(rng.randint(8 * FLUSH, 1000))
+        # A first flush is the slowest; a kill before it has landed would leave nothing to carry on.
+        wait_until(lambda: len(list((tmp_path / "store" / "seg").rglob("*.arrow"))) >= 3)
+        job.kill_group()
     again = in_venv("prefix-recovery", "run", "job.yaml")
     assert again.returncode == 0, again.stderr
     assert "continuing from snapshot" in again.stderr
