@@ -85,6 +85,8 @@ def encode(slot: Slot) -> bytes:
 def check_requires(document: Mapping[str, Any], what: str) -> None:
     """Raise FormatNotUnderstood if `document` requires a feature; this version knows none."""
     requires = document.get("requires", [])
+    if not isinstance(requires, list):
+        raise Damaged(f"{what}: `requires` is not a list")
     if requires:
         raise FormatNotUnderstood(
             f"{what} requires {', '.join(map(str, requires))}, which this version does not know",

@@ -144,7 +144,7 @@ def test_a_file_without_lines_is_refused(tmp_path: Path, content: bytes) -> None
 
 
 def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
-    for path, why in ((tmp_path / "none.jsonl", "No such file"), (tmp_path, "Is a directory")):
+    for path, why in ((tmp_path / "none.jsonl", "No such file"), (tmp_path, "is not a file")):
         with pytest.raises(ConfigError, match=why):
             read_prompts(path)
 
@@ -316,7 +316,7 @@ def test_f1_a_sync_that_fails_takes_the_rows_back(
 
 
 def test_the_output_must_be_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match="is not a file"):
         Results(tmp_path).open()
 
 

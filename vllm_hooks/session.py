@@ -366,6 +366,11 @@ class RecoverySession:
         """All calls that the ledger has; empty when nothing is captured."""
         return list(self._ledger) if self.capturing else []
 
+    def drop(self, call_id: CallId) -> None:
+        """Forget an ended call whose stored answer is of no use. Only before anything was admitted."""
+        assert self._n_captured == 0, "the ledger is the coordinator's once something was captured"
+        self._ledger.drop(call_id)
+
     def has_result(self, rollout: str) -> bool:
         """Whether `durable(rollout)` has something to give: False for a request that was not captured."""
         return self._deliveries.has(rollout)

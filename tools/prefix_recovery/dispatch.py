@@ -28,7 +28,8 @@ from prefix_recovery.rows import make_row, text_of
 from prefix_recovery.tally import Tally
 from recovery.calls import LiveCall
 from recovery.config import JobConfig
-from recovery.errors import FingerprintMismatch, InputError, Stop
+from recovery.errors import Damaged, FingerprintMismatch, InputError, Stop
+from recovery.ledger import Entry
 from recovery.model import FINISH_REASONS, PolicyVersion, Request
 from vllm_hooks import RecoverableEngine, RecoverySession, surface
 from vllm_hooks.capture import drain
@@ -107,7 +108,7 @@ class Dispatch:
         self._session.source_digests = {
             name: source_digest(sample.prompt, self._config.sampling) for name, sample in self._samples.items()
         }
-        ended: dict[str, Any] = {}
+        ended: dict[str, Entry] = {}
         begun: set[str] = set()
         for entry in self._session.entries():
             if entry.ended is None and not entry.n_tokens:
@@ -133,39 +134,60 @@ class Dispatch:
                 ended[name] = entry
             elif entry.n_tokens:
                 begun.add(name)
-        self._deliver_ended([e for name, e in ended.items() if self._key(name) not in self._results.done])
-        todo = [s for n, s in self._samples.items() if n not in ended and self._key(n) not in self._results.done]
+        lost = self._deliver_ended([e for name, e in ended.items() if self._key(name) not in self._results.done])
+        todo = [
+            sample
+            for name, sample in self._samples.items()
+            if (name not in ended or name in lost) and self._key(name) not in self._results.done
+        ]
         return [s for s in todo if s.name in begun] + [s for s in todo if s.name not in begun]
 
     def _key(self, name: str) -> tuple[str, int]:
         sample = self._samples[name]
         return sample.prompt.id, sample.index
 
-    def _deliver_ended(self, entries: list[Any]) -> None:
+    def _deliver_ended(self, entries: list[Entry]) -> set[str]:
+        """Write the rows of ended calls. Returns the names of those whose stored answer is damaged: they start anew."""
+        lost: set[str] = set()
         for start in range(0, len(entries), 64):
             part = entries[start : start + 64]
-            transcripts = self._session.read_ended([entry.call_id for entry in part])
-            rows = []
-            for entry in part:
-                transcript = transcripts[entry.call_id]
-                sample, ids = self._samples[entry.identity.rollout], transcript.token_ids.tolist()
-                finish_reason, stop_reason = entry.ended
-                text = text_of(self._tokenizer_for(sample), transcript.request, ids, finish_reason, stop_reason)
-                rows.append(
-                    self._row(
-                        sample,
-                        transcript.request,
-                        ids,
-                        transcript.logprobs.tolist(),
-                        transcript.version_spans,
-                        entry.history,
-                        finish_reason,
-                        stop_reason,
-                        text,
-                    )
+            try:
+                self._deliver(part)
+            except Damaged:
+                for entry in part:
+                    try:
+                        self._deliver([entry])
+                    except Damaged as error:
+                        name = entry.identity.rollout
+                        self._progress.say(
+                            f"the stored answer of {name} is damaged and is generated again: {error.message}"
+                        )
+                        self._session.drop(entry.call_id)
+                        lost.add(name)
+        return lost
+
+    def _deliver(self, entries: list[Entry]) -> None:
+        transcripts = self._session.read_ended([entry.call_id for entry in entries])
+        rows = []
+        for entry in entries:
+            assert entry.ended is not None
+            transcript = transcripts[entry.call_id]
+            sample, ids = self._samples[entry.identity.rollout], transcript.token_ids.tolist()
+            text = text_of(self._tokenizer_for(sample), transcript.request, ids, *entry.ended)
+            rows.append(
+                self._row(
+                    sample,
+                    transcript.request,
+                    ids,
+                    transcript.logprobs.tolist(),
+                    transcript.version_spans,
+                    entry.history,
+                    *entry.ended,
+                    text,
                 )
-            self._append(rows)
-            self.outcome.rows_from_store += len(rows)
+            )
+        self._append(rows)
+        self.outcome.rows_from_store += len(rows)
 
     def _row(
         self,

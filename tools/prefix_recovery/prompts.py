@@ -83,6 +83,8 @@ def read_prompts(path: str | Path, *, strict: bool = False) -> PromptFile:
     """
     file = PromptFile(Path(path))
     seen: dict[str, int] = {}
+    if file.path.exists() and not file.path.is_file():
+        raise ConfigError(f"the prompts file {file.path} is not a file", hint="check `prompts` in the config")
     try:
         stream = file.path.open("rb")
     except OSError as error:
@@ -138,6 +140,7 @@ def _parse(raw: bytes, number: int) -> Prompt:
     sampling = row.get("sampling") or {}
     if not isinstance(sampling, dict):
         raise ValueError("`sampling` is not an object of sampling fields")
+    _encodable(json.dumps(sampling, ensure_ascii=False))
     if sampling.get("n", 1) != 1:
         raise ValueError("`sampling.n` is not how samples are counted; use samples_per_prompt in the config")
     name = _name(row)

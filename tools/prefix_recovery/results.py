@@ -40,6 +40,8 @@ class Results:
         Raises ConfigError, naming file and line, if the file holds something that is not a result: it may be somebody
         else's file, and nothing of it is touched.
         """
+        if self.path.exists() and not self.path.is_file():
+            raise ConfigError(f"the output {self.path} is not a file", hint="check `output` in the config")
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -134,7 +136,7 @@ def write_errors(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """`<output>.errors.jsonl`, made anew by every run: what has no result and why."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:  # ids need not be text
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()
