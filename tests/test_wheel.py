@@ -90,7 +90,7 @@ def test_w15_a_job_is_killed_and_continued(
     with running(config, "first", program=COMMAND, python=python, cwd=tmp_path) as job:
         job.after(rng.randint(8 * FLUSH, 1000))
         # A first flush is the slowest; a kill before it has landed would leave nothing to carry on.
-        wait_until(lambda: len(list((tmp_path / "store" / "seg").rglob("*.arrow"))) >= 3)
+        wait_until(lambda: len(list((tmp_path / "store" / "seg").rglob("*.arrow"))) >= 3, "three segments")
         job.kill_group()
     again = in_venv("prefix-recovery", "run", "job.yaml")
     assert again.returncode == 0, again.stderr
