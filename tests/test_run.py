@@ -119,13 +119,15 @@ def test_w9_adoption_alone_with_shuffled_siblings(
     """W9: four samples of each prompt, two of which are equal; a kill when no snapshot but the first was ever taken,
     the lines in another order afterwards, and the output gone. What was flushed is adopted; each row finds its place.
     """
-    rows = lines(4, least=150, step=20)
+    rows = lines(4, least=400, step=20)
     rows[2] = {**rows[1], "id": "equal to p-1", "sampling": {"max_tokens": 77}}
     block = {"snapshot_interval_s": 3600}
     config = write_job(quick_path, tiny_model, rows, samples_per_prompt=4, flush=BOUND, block=block)
     total = 4 * sum(row["sampling"]["max_tokens"] for row in rows)
     with running(config, "run-0") as job:
-        job.after(rng.randint(total // 3, 2 * total // 3)).kill_group()
+        job.after(rng.randint(total // 3, 2 * total // 3))
+        wait_until(lambda: any((config.parent / "store" / "seg").rglob("*.arrow")), "a segment")
+        job.kill_group()
         before = job.counts()
     assert causes(quick_path / "store") == ["adoption"]
     (quick_path / "results.jsonl").unlink()
