@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,11 +120,12 @@ def read_schema(data: bytes, frame: Frame, kind: str, what: str) -> tuple[pa.Sch
         header = strict_json.parse(text.decode() or "{}", f"the header of {what}")
     except _MANGLED as error:
         raise Damaged(f"{what} has no readable schema: {error}") from error
-    _check_header(header, kind, what)
+    check_header(header, kind, what)
     return schema, header
 
 
-def _check_header(header: dict[str, Any], kind: str, what: str) -> None:
+def check_header(header: Mapping[str, Any], kind: str, what: str) -> None:
+    """Raises FormatNotUnderstood or Damaged unless format, version and requires are those of a `kind` read here."""
     upgrade = "read it with the version of prefix-recovery that wrote it, or a newer one"
     name, version, requires = header.get("format"), header.get("version"), header.get("requires", [])
     if name != kind or type(version) is not int or not 1 <= version <= VERSION:

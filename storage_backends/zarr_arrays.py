@@ -24,14 +24,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood
-from storage_backends import strict_json
+from recovery.errors import Damaged, DigestMismatch
+from storage_backends import arrow_file, strict_json
 from storage_backends.sums import crc32c
 
 Array = npt.NDArray[Any]
 
 FORMAT = "prefix-recovery/segment"
-VERSION = 1
 RECORDS_PER_BATCH = 64
 CHUNK_VALUES_MAX = 1 << 16
 """More values become several chunks: so the padding of the last one, and what a chunk may claim, stay small."""
@@ -123,7 +122,7 @@ def document_names() -> list[str]:
 
 def documents(layout: Layout) -> list[tuple[str, bytes]]:
     """Every `zarr.json` of a segment, by name."""
-    attributes = {"format": FORMAT, "version": VERSION, "requires": []}
+    attributes = {"format": FORMAT, "version": arrow_file.VERSION, "requires": []}
     made: list[dict[str, Any]] = [{"zarr_format": 3, "node_type": "group", "attributes": attributes}]
     made += [_document(name, layout) for name in ARRAYS]
     return [(name, strict_json.dump(value).encode()) for name, value in zip(document_names(), made, strict=True)]
@@ -160,18 +159,8 @@ def check_group(data: bytes | memoryview, what: str) -> None:
     group = _parse(data, f"zarr.json of {what}", HEADER_BYTES_MAX)
     if group.get("zarr_format") != 3 or group.get("node_type") != "group":
         raise Damaged(f"{what} is no Zarr group of format 3")
-    upgrade = "read it with the version of prefix-recovery that wrote it, or a newer one"
     header = strict_json.take(group, "attributes", dict, f"zarr.json of {what}") if "attributes" in group else {}
-    name, version, requires = header.get("format"), header.get("version"), header.get("requires", [])
-    if name != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
-        raise FormatNotUnderstood(
-            f"{what} has format {name!r:.60} version {version!r:.20}; this program reads {FORMAT!r} version {VERSION}",
-            hint=upgrade,
-        )
-    if not isinstance(requires, list):
-        raise Damaged(f"the attributes of {what}: requires is no list")
-    if requires:
-        raise FormatNotUnderstood(f"{what} requires {requires[0]!r:.60}, which is not known here", hint=upgrade)
+    arrow_file.check_header(header, FORMAT, what)
 
 
 def read_layout(found: Mapping[str, bytes | memoryview], what: str) -> Layout:
