@@ -632,7 +632,8 @@ def ordinary_user() -> Iterator[None]:
 
 @pytest.fixture
 def forbidden() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp())
+    # Not under TMPDIR: that may be closed to the ordinary user as a whole, and then its path is what is refused.
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o755)
     (folder / "closed").mkdir(mode=0o700)
     (folder / "closed" / "a").write_bytes(b"x")
