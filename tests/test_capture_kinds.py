@@ -98,7 +98,7 @@ def test_restart_only_kinds_begin_again_by_their_name(
         async with capturing(engine, tmp_path) as (wrapped, session):
             with pytest.warns(UserWarning, match=name):
                 answer = await ask(wrapped, PROMPT, params, "r")
-            (event,) = session.history(call_id_of("r", PROMPT, params))
+            (event,) = session.stored.history(call_id_of("r", PROMPT, params))
             assert (event.at, event.reason.partition(":")[0]) == (cut, name)
             assert event.reason.partition(": ")[2] == resume.why(name)
             assert session.unresumable.restart_only == {name: 1}

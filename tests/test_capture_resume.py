@@ -74,7 +74,7 @@ def test_b1_the_budget_is_the_original_one(
         async with capturing(engine, tmp_path, pulls=kind == "PULLED") as (wrapped, session):
             got = await ask(wrapped, PROMPT, params, "r")
             assert session.counters.tokens_captured == 32 - cut
-            history = session.history(call_id_of("r", PROMPT, params))
+            history = session.stored.history(call_id_of("r", PROMPT, params))
             assert [event.at for event in history] == ([cut] if cut not in (0, 32) else [])
         assert_same(got, whole)
         assert (got.finish_reason, len(got.token_ids)) == ("length", 32)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from prefix_recovery.engine_requests import Requests
 from prefix_recovery.prompts import Prompt
 from recovery.errors import FingerprintMismatch, RecoveryError, StoreFull
 from storage_backends import open_store
@@ -205,18 +206,17 @@ def test_a_failed_session_ends_the_loop_at_once(
     assert rows_of(tmp_path) == []
 
 
-def test_k2_text_and_messages_get_one_bos(engine: Any, on_loop: OnLoop[Any], tiny_model: Path, tmp_path: Path) -> None:
+def test_k2_text_and_messages_get_one_bos(engine: Any, on_loop: OnLoop[Any]) -> None:
     """K2: a text that begins with <bos>, one that does not, and a chat whose template writes it: one each."""
-    config = write_job(tmp_path, tiny_model, lines(1))
+    requests = Requests(engine, {})
+    bare = requests.token_ids(Prompt("a", 1, "prompt", "hello", {}, ""))
+    assert bare[0] == 0 and bare.count(0) == 1
+    assert requests.token_ids(Prompt("a", 1, "prompt", "<bos>hello", {}, "")) == bare
+    chat = [{"role": "user", "content": "hello"}]
+    ids = requests.token_ids(Prompt("a", 1, "messages", chat, {}, ""))
+    assert ids[0] == 0 and ids.count(0) == 1
 
     async def scenario() -> None:
-        async with job(engine, config) as (dispatch, _):
-            bare = dispatch._ids(Prompt("a", 1, "prompt", "hello", {}, ""))
-            assert bare[0] == 0 and bare.count(0) == 1
-            assert dispatch._ids(Prompt("a", 1, "prompt", "<bos>hello", {}, "")) == bare
-            chat = [{"role": "user", "content": "hello"}]
-            ids = dispatch._ids(Prompt("a", 1, "messages", chat, {}, ""))
-            assert ids[0] == 0 and ids.count(0) == 1
         answer = await ask(engine, "hello", greedy(3), "r")
         assert answer.prompt_token_ids == bare
 

@@ -220,7 +220,7 @@ def test_w16_killed_around_the_row(
 
 HANGING = """
 import sys, threading
-from prefix_recovery.cli import main
+from prefix_recovery.cli import command
 from storage_backends import open_store
 from storage_backends.testing.faults import PASS, FaultyStore, Hang
 import vllm_hooks.opening as opening
@@ -231,7 +231,7 @@ def plan(verb, key):
     n += verb == "put_new" and key.startswith("seg/")
     return Hang(never) if n > 1 else PASS
 opening.open_store = lambda url, **options: FaultyStore(open_store(url, **options), plan)
-sys.exit(main())
+command()
 """
 
 

@@ -24,10 +24,8 @@ from recovery.config import CheckpointingConfig
 from recovery.errors import Damaged
 from recovery.ledger import Ledger
 from recovery.log import Slot
-from recovery.model import CallId
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
-from recovery.reading import Transcript, read_transcripts
 from recovery.restore import Choice, Restored, check_fingerprint, choose, compatibility_record, differences, restore
 from recovery.resume import StopRules
 from recovery.slots import Read, SlotLog, find_tail, walk_back
@@ -140,10 +138,3 @@ def recorded_differences(job_state: bytes, recorded: Mapping[str, Any]) -> list[
     except (ValueError, AttributeError) as error:
         raise Damaged(f"state 'job' is malformed: {error}") from error
     return differences(stored, json.loads(canonical_json(dict(recorded))))
-
-
-def read_ended(opened: Opened, call_ids: list[CallId]) -> dict[CallId, Transcript]:
-    """Transcripts of calls that are in the ledger, from the store."""
-    ledger = opened.publication.ledger
-    entries = [entry for entry in (ledger.get(call_id) for call_id in call_ids) if entry is not None]
-    return read_transcripts(opened.store, opened.segments, ledger, entries)

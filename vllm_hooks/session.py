@@ -24,10 +24,9 @@ from recovery.calls import CallTable, Captured, LiveCall
 from recovery.config import CheckpointingConfig, effective_mode
 from recovery.coordinator import Attempt, Coordinator, InOneThread
 from recovery.errors import Fenced, InputError, ProgramError, RecoveryError
-from recovery.ledger import EndedAt, Entry, Ledger
-from recovery.model import CallId, PolicyVersion, Request, Restore
+from recovery.ledger import EndedAt
+from recovery.model import PolicyVersion, Request
 from recovery.protocol import Verdict
-from recovery.reading import Transcript
 from recovery.restore import Restored
 from recovery.resume import StopRules
 from recovery.staging import Staged, Stager
@@ -36,10 +35,11 @@ from vllm_hooks.barriers import Barriers
 from vllm_hooks.deliveries import Deliveries
 from vllm_hooks.fleet import LoopFleet
 from vllm_hooks.flushing import Flushing
-from vllm_hooks.opening import Opened, open_store_for, read_ended
+from vllm_hooks.opening import Opened, open_store_for
 from vllm_hooks.parity import NOT_TESTED
 from vllm_hooks.pull import Polling, Pulled, PullReader
 from vllm_hooks.snapshot_loop import SnapshotLoop
+from vllm_hooks.stored import StoredCalls
 from vllm_hooks.unresumable import Unresumable
 
 
@@ -60,6 +60,7 @@ class RecoverySession:
     """What a RecoverableEngine captures into. Make one with `open`, inside or before the engine's event loop.
 
     `source_digests` maps a request id to the digest of the caller's own row, recorded with the call.
+    `stored`: the calls that the store holds.
     `parity`: what the self-test saw, if there was one.
     `pulls`: set it where parity.self_test saw the pull capture agree; FINAL_ONLY requests are then read, not streamed.
     `on_tokens`, if set, is told on the loop of each captured engine output: the call and its number of new tokens.
@@ -70,6 +71,7 @@ class RecoverySession:
         self.keeps_results = keeps_results
         self.opened = opened
         self.capturing = opened is not None
+        self.stored = StoredCalls(opened)
         self.counters = SessionCounters()
         self.unresumable = Unresumable(config.unresumable)
         self.source_digests: Mapping[str, str] = {}
@@ -139,9 +141,7 @@ class RecoverySession:
         return cls(config, opened, keeps_results=keeps_results)
 
     def _wire(self, opened: Opened) -> None:
-        self._admission = Admission(
-            self.table, opened.publication.ledger, opened.restored.calls, lambda ids: read_ended(opened, ids)
-        )
+        self._admission = Admission(self.table, opened.publication.ledger, opened.restored.calls, self.stored.read)
         self.counters.tokens_reused = opened.restored.tokens_reused
         self.counters.calls_restored = len(opened.restored.calls)
         opened.restored.calls = []  # their tokens belong to the admission now, until somebody asks for them
@@ -216,7 +216,7 @@ class RecoverySession:
         """The live call for a request: new, carried on from a restore, or carried on after an interruption."""
 
         def check() -> None:
-            self._raise_if_failed()
+            self.raise_if_failed()
             if self._stopped:
                 raise InputError(
                     f"request {request.rollout!r} came after the session was stopped",
@@ -224,6 +224,7 @@ class RecoverySession:
                 )
 
         await self.barriers.pass_gate(check)
+        self.stored.admitted()
         return await self._admission.admit(request, stop)
 
     def captured(self, call: LiveCall, token_ids: Any, logprobs: list[float] | None) -> None:
@@ -240,7 +241,7 @@ class RecoverySession:
     async def terminal(self, call: LiveCall, finish_reason: str, stop_reason: int | str | None) -> None:
         """Make a call terminal as soon as no fence is up."""
         await self.barriers.pass_fence()
-        self._raise_if_failed()
+        self.raise_if_failed()
         if self.keeps_results:
             self._deliveries.ending(call)
         call.end(finish_reason, stop_reason)
@@ -281,7 +282,7 @@ class RecoverySession:
 
         Only with `keeps_results`. Raises what stopped the session.
         """
-        self._raise_if_failed()
+        self.raise_if_failed()
         return await self._deliveries.take(rollout)
 
     def engine_died(self, error: BaseException) -> None:
@@ -336,9 +337,10 @@ class RecoverySession:
     async def failing(self) -> None:
         """Wait until this process must stop, and raise why. For ever if that never happens."""
         await (self._failing or asyncio.Event()).wait()
-        self._raise_if_failed()
+        self.raise_if_failed()
 
-    def _raise_if_failed(self) -> None:
+    def raise_if_failed(self) -> None:
+        """Raise what stops this process, if anything does."""
         if self.failure is not None:
             raise self.failure
 
@@ -354,44 +356,9 @@ class RecoverySession:
     # ---- what others read --------------------------------------------------------------------------------------
 
     @property
-    def _ledger(self) -> Ledger:
-        assert self.opened is not None
-        return self.opened.publication.ledger
-
-    @property
     def restored(self) -> Restored | None:
         return self.opened.restored if self.opened is not None else None
-
-    def entries(self) -> list[Entry]:
-        """All calls that the ledger has; empty when nothing is captured."""
-        return list(self._ledger) if self.capturing else []
-
-    def drop(self, call_id: CallId) -> None:
-        """Forget an ended call whose stored answer is of no use. Only before anything was admitted."""
-        assert self._n_captured == 0, "the ledger is the coordinator's once something was captured"
-        self._ledger.drop(call_id)
 
     def has_result(self, rollout: str) -> bool:
         """Whether `durable(rollout)` has something to give: False for a request that was not captured."""
         return self._deliveries.has(rollout)
-
-    def history(self, call_id: CallId) -> tuple[Restore, ...]:
-        """What restores did to a call, as published."""
-        entry = self._ledger.get(call_id)
-        return entry.history if entry is not None else ()
-
-    @property
-    def epoch(self) -> int:
-        assert self.opened is not None
-        return self.opened.publication.log.epoch
-
-    def check_not_fenced(self) -> None:
-        """Raise Fenced if a newer coordinator took over. One small read; not on the loop."""
-        self._raise_if_failed()
-        assert self.opened is not None
-        self.opened.publication.log.check_not_fenced()
-
-    def read_ended(self, call_ids: list[CallId]) -> dict[CallId, Transcript]:
-        """Transcripts of ended calls, from the store."""
-        assert self.opened is not None
-        return read_ended(self.opened, call_ids)

@@ -1,7 +1,5 @@
 """`python -m prefix_recovery`: the same command, for a Python that was not asked where its scripts are."""
 
-import sys
+from prefix_recovery.cli import command
 
-from prefix_recovery.cli import main
-
-sys.exit(main())
+command()

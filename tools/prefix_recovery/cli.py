@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 from prefix_recovery import __doc__ as _about
 from recovery import config as configs
@@ -92,8 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read it has seen enough
         code = 0
-    _leave_what_hangs(code)
     return code
+
+
+def command() -> NoReturn:
+    """`prefix-recovery` as a process: `main`, and the end of whatever is left of it."""
+    code = main()
+    _leave_what_hangs(code)
+    sys.exit(code)
 
 
 def _leave_what_hangs(code: int) -> None:

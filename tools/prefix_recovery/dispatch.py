@@ -14,15 +14,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from prefix_recovery.engine_requests import Requests
 from prefix_recovery.progress import Progress
-from prefix_recovery.prompts import BadLine, Prompt, Sample
+from prefix_recovery.prompts import BadLine, Sample
 from prefix_recovery.results import Results
 from prefix_recovery.rows import make_row, text_of
 from prefix_recovery.tally import Tally
@@ -51,12 +50,6 @@ class Outcome:
     bad: list[BadLine] = field(default_factory=list)
 
 
-def source_digest(prompt: Prompt, sampling: Mapping[str, Any]) -> str:
-    """Identifies a prompt line together with the job's own sampling."""
-    job = json.dumps(dict(sampling), sort_keys=True, default=str).encode()
-    return hashlib.sha256(prompt.digest.encode() + job).hexdigest()[:32]
-
-
 class Dispatch:
     """One run of a job over a started engine and an opened session."""
 
@@ -73,8 +66,7 @@ class Dispatch:
         self._config = config
         self._session = session
         self._engine = RecoverableEngine(engine, session)
-        self._tokenizer = surface.tokenizer_of(engine)
-        self._vocabulary = int(engine.vllm_config.model_config.get_vocab_size())
+        self._requests = Requests(engine, config.sampling)
         self._results = results
         self._samples = {sample.name: sample for sample in samples}
         self._numbers = {sample.name: number for number, sample in enumerate(samples)}
@@ -106,11 +98,11 @@ class Dispatch:
         prompt, if a line changed or an unfinished one disappeared.
         """
         self._session.source_digests = {
-            name: source_digest(sample.prompt, self._config.sampling) for name, sample in self._samples.items()
+            name: self._requests.source_digest(sample.prompt) for name, sample in self._samples.items()
         }
         ended: dict[str, Entry] = {}
         begun: set[str] = set()
-        for entry in self._session.entries():
+        for entry in self._session.stored.entries():
             if entry.ended is None and not entry.n_tokens:
                 continue  # nothing of it was saved: a line that was refused may be mended or removed
             name = entry.identity.rollout
@@ -162,18 +154,18 @@ class Dispatch:
                         self._progress.say(
                             f"the stored answer of {name} is damaged and is generated again: {error.message}"
                         )
-                        self._session.drop(entry.call_id)
+                        self._session.stored.drop(entry.call_id)
                         lost.add(name)
         return lost
 
     def _deliver(self, entries: list[Entry]) -> None:
-        transcripts = self._session.read_ended([entry.call_id for entry in entries])
+        transcripts = self._session.stored.read([entry.call_id for entry in entries])
         rows = []
         for entry in entries:
             assert entry.ended is not None
             transcript = transcripts[entry.call_id]
             sample, ids = self._samples[entry.identity.rollout], transcript.token_ids.tolist()
-            text = text_of(self._tokenizer_for(sample), transcript.request, ids, *entry.ended)
+            text = text_of(self._requests.tokenizer_for(sample.prompt), transcript.request, ids, *entry.ended)
             rows.append(
                 self._row(
                     sample,
@@ -213,14 +205,6 @@ class Dispatch:
             stop_reason=stop_reason,
             text=text,
         )
-
-    def _fields(self, sample: Sample) -> dict[str, Any]:
-        """The sampling of one sample, as its line and the job ask for it."""
-        return {"logprobs": 0, **self._config.sampling, **sample.prompt.sampling}
-
-    def _tokenizer_for(self, sample: Sample) -> Any | None:
-        """The tokenizer, unless the sample asked for no text."""
-        return self._tokenizer if self._fields(sample).get("detokenize", True) else None
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
@@ -272,7 +256,7 @@ class Dispatch:
 
     async def _to_the_end(self, sample: Sample) -> None:
         try:
-            prompt, params = self._prepare(sample)
+            prompt, params = self._requests.prepare(sample.prompt)
             output = await self._generate(sample, prompt, params)
         except InputError as error:
             self._refused(sample, error.message)
@@ -315,7 +299,7 @@ class Dispatch:
             call.transcript_ids,
             call.transcript_logprobs,
             call.version_spans,
-            self._session.history(call.call_id),
+            self._session.stored.history(call.call_id),
             call.ended.finish_reason,
             call.ended.stop_reason,
             text,
@@ -347,49 +331,9 @@ class Dispatch:
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         if self._session.capturing:
-            self._session.check_not_fenced()
+            self._session.raise_if_failed()
+            self._session.stored.check_not_fenced()
         self._results.append(rows)
-
-    # ---- requests ----------------------------------------------------------------------------------------------
-
-    def _prepare(self, sample: Sample) -> tuple[Any, Any]:
-        """Prompt ids and SamplingParams of a sample. Raises InputError for what cannot be one."""
-        from vllm.sampling_params import RequestOutputKind
-
-        try:
-            params = surface.sampling_params(self._fields(sample))
-        except (TypeError, ValueError) as error:
-            raise InputError(f"sampling: {error}", hint="see vLLM's SamplingParams for the fields") from error
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        ids = self._ids(sample.prompt)
-        if self._tokenizer is None and (largest := max(ids)) >= self._vocabulary:
-            # vLLM leaves this check to the tokenizer, and an engine without one dies of such an id.
-            raise InputError(
-                f"token id {largest} is out of vocabulary ({self._vocabulary} tokens)", hint="mend the line, run again"
-            )
-        return surface.token_prompt(ids), params
-
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if prompt.kind == "prompt_token_ids":
-            return list(prompt.value)
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            raise InputError(
-                f"a prompt of text needs a tokenizer, and the engine has none (`{prompt.kind}`)",
-                hint="send prompt_token_ids, or leave skip_tokenizer_init out of `engine`",
-            )
-        if prompt.kind == "messages":
-            if not getattr(tokenizer, "chat_template", None):
-                raise InputError("this model's tokenizer has no chat template", hint="send `prompt` instead")
-            try:
-                text = tokenizer.apply_chat_template(prompt.value, add_generation_prompt=True, tokenize=False)
-            except Exception as error:  # a template is a program of the model's, and may raise anything
-                raise InputError(
-                    f"the chat template does not take these messages: {error}", hint="mend `messages`, run again"
-                ) from error
-            return list(tokenizer.encode(text, add_special_tokens=False))
-        begins_with_bos = bool(tokenizer.bos_token) and prompt.value.startswith(tokenizer.bos_token)
-        return list(tokenizer.encode(prompt.value, add_special_tokens=not begins_with_bos))
 
 
 def first_stop(error: BaseExceptionGroup[Any] | BaseException) -> BaseException:

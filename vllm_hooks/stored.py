@@ -1,0 +1,61 @@
+"""What the store of a session holds: its calls, their answers, and whether it is still ours.
+
+Owns: reading the ledger and the segments for those who write results.
+Does not know: what is captured, when anything is published.
+
+Invariants:
+1. Nothing here runs on the event loop but `entries` and `history`: the others read the store.
+2. Without a store (mode off) there are no calls, and nobody to be fenced by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from recovery.ledger import Entry, Ledger
+from recovery.model import CallId, Restore
+from recovery.reading import Transcript, read_transcripts
+from vllm_hooks.opening import Opened
+
+
+class StoredCalls:
+    """The calls of an opened store (None: of none)."""
+
+    def __init__(self, opened: Opened | None) -> None:
+        self._opened = opened
+        self._dropping = True
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._opened.publication.ledger if self._opened is not None else Ledger()
+
+    def entries(self) -> list[Entry]:
+        """All calls that the ledger has."""
+        return list(self._ledger)
+
+    def history(self, call_id: CallId) -> tuple[Restore, ...]:
+        """What restores did to a call, as published."""
+        entry = self._ledger.get(call_id)
+        return entry.history if entry is not None else ()
+
+    def drop(self, call_id: CallId) -> None:
+        """Forget an ended call whose stored answer is of no use. Only before anything was admitted."""
+        assert self._dropping, "the ledger is the coordinator's once something was admitted"
+        self._ledger.drop(call_id)
+
+    def admitted(self) -> None:
+        """From here on the ledger is the coordinator's."""
+        self._dropping = False
+
+    def read(self, call_ids: Iterable[CallId]) -> dict[CallId, Transcript]:
+        """Transcripts of calls that are in the ledger, from the store."""
+        if self._opened is None:
+            return {}
+        ledger = self._ledger
+        entries = [entry for entry in map(ledger.get, call_ids) if entry is not None]
+        return read_transcripts(self._opened.store, self._opened.segments, ledger, entries)
+
+    def check_not_fenced(self) -> None:
+        """Raise Fenced if a newer coordinator took over. One small read."""
+        if self._opened is not None:
+            self._opened.publication.log.check_not_fenced()
