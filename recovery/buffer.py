@@ -8,21 +8,35 @@ Invariants:
    of an engine output or none of it: never a token without its logprob.
 2. `freeze` swaps lists and copies nothing: its cost does not depend on how many tokens are held.
 3. A frozen run is never touched again. Successive runs are contiguous and no run spans two policy versions.
+4. A run has the same wide columns from its first token to its last, and never more than a chunk may have. What
+   `append` is given is copied there and then: the caller may use its arrays again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from recovery.model import MAX_TOKENS_PER_CHUNK, CallId, Chunk, PolicyVersion
+from recovery.model import (
+    COLUMN_BYTES_PER_CHUNK_MAX,
+    MAX_TOKENS_PER_CHUNK,
+    Array,
+    CallId,
+    Chunk,
+    PolicyVersion,
+    WideColumn,
+    wide_columns,
+)
 
 
 @dataclass(slots=True)
 class Run:
-    """Tokens [start, start + len(token_ids)) under one version; `logprobs` is None or as long as `token_ids`."""
+    """Tokens [start, start + len(token_ids)) under one version; `logprobs` is None or as long as `token_ids`.
+
+    `columns`: the bytes of each wide column, in this machine's order, row by row.
+    """
 
     call_id: CallId
     attempt: int
@@ -30,6 +44,7 @@ class Run:
     version: PolicyVersion
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None
+    columns: dict[WideColumn, bytearray] = field(default_factory=dict)
 
     def to_chunk(self) -> Chunk:
         """The run as arrays. Costs O(tokens): called off the event loop."""
@@ -42,6 +57,10 @@ class Run:
             logprobs=None if self.logprobs is None else np.asarray(self.logprobs, dtype=np.float32),
             mask=np.ones(n, dtype=np.bool_),
             version=self.version,
+            columns={
+                column.name: np.frombuffer(values, column.type).reshape(column.shape(n))
+                for column, values in self.columns.items()
+            },
         )
 
 
@@ -67,13 +86,23 @@ class TokenBuffer:
         """Tokens that the next freeze would take."""
         return self._n_pending
 
-    def append(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, version: PolicyVersion) -> None:
-        """Add what one engine output carried. Raises ValueError, and changes nothing, if it cannot be one run."""
+    def append(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        version: PolicyVersion,
+        columns: Mapping[str, Array] | None = None,
+    ) -> None:
+        """Add what one engine output carried. Raises ValueError or TypeError, changing nothing, if it is not one run.
+
+        `columns`: wide columns by name, one row for each of `token_ids`.
+        """
         n = len(token_ids)
         if logprobs is not None and len(logprobs) != n:
             raise ValueError(f"{n} tokens came with {len(logprobs)} logprobs")
         if n > MAX_TOKENS_PER_CHUNK:
             raise ValueError(f"one output carried {n} tokens; at most {MAX_TOKENS_PER_CHUNK} fit in a chunk")
+        wide = wide_columns(columns, n) if columns else ()
         if n == 0:
             return
         run = self._runs[-1] if self._runs else None
@@ -81,13 +110,18 @@ class TokenBuffer:
             run is None
             or run.version != version
             or (run.logprobs is None) != (logprobs is None)
-            or len(run.token_ids) + n > MAX_TOKENS_PER_CHUNK
+            or len(run.token_ids) + n > _tokens_max(wide)
+            or tuple(run.columns) != wide
         ):
             run = Run(self._call_id, self._attempt, self._end, version, [], None if logprobs is None else [])
+            run.columns = {column: bytearray() for column in wide}
             self._runs.append(run)
         run.token_ids.extend(token_ids)
         if logprobs is not None and run.logprobs is not None:
             run.logprobs.extend(logprobs)
+        if columns:
+            for column, values in run.columns.items():
+                values += columns[column.name].tobytes()
         self._end += n
         self._n_pending += n
 
@@ -96,3 +130,10 @@ class TokenBuffer:
         frozen, self._runs = self._runs, []
         self._n_pending = 0
         return frozen
+
+
+def _tokens_max(wide: tuple[WideColumn, ...]) -> int:
+    """How many tokens one chunk may have with these columns."""
+    if not wide:
+        return MAX_TOKENS_PER_CHUNK
+    return min(MAX_TOKENS_PER_CHUNK, COLUMN_BYTES_PER_CHUNK_MAX // sum(column.row_nbytes for column in wide))

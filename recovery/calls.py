@@ -13,10 +13,10 @@ Invariants:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from recovery.buffer import Run, TokenBuffer
-from recovery.model import CallId, Ended, Opened, PolicyVersion, Request
+from recovery.model import Array, CallId, Ended, Opened, PolicyVersion, Request
 
 Captured = Opened | Run | Ended
 
@@ -67,8 +67,17 @@ class LiveCall:
     def n_pending(self) -> int:
         return self._buffer.n_pending
 
-    def append(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, version: PolicyVersion) -> None:
+    def append(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        version: PolicyVersion,
+        columns: Mapping[str, Array] | None = None,
+    ) -> None:
         """Take what one engine output carried; all of it or, with an error, none of it.
+
+        `columns`: wide columns by name, one row for each of `token_ids`. They go to the store, and to whoever reads it
+        (reading.Transcript); nothing of them is kept here once they are frozen.
 
         Raises ValueError, TypeError or OverflowError for what cannot be stored: found here, where it came in, and not
         when the run is written.
@@ -78,7 +87,7 @@ class LiveCall:
         ids = array("i", token_ids)
         lps = array("f", [float("nan")] * len(ids) if logprobs is None else logprobs)
         start = self._buffer.end
-        self._buffer.append(token_ids, logprobs, version)
+        self._buffer.append(token_ids, logprobs, version, columns)
         self._note_version(start, version)
         self.transcript_ids.extend(ids)
         self.transcript_logprobs.extend(lps)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from recovery.model import CallId, Chunk, Int32Array, Request
+from recovery.model import Array, CallId, Chunk, Int32Array, Request
 
 _CHUNK = b"prefix-recovery chunk 1\0"
 _REQUEST = b"prefix-recovery request 1\0"
@@ -75,8 +75,14 @@ def _le_int32(values: Int32Array) -> bytes:
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 
 
+def _le_values(values: Array) -> bytes:
+    """Row by row, little-endian; a bool is 0 or 1, whatever byte the array holds for true."""
+    plain = np.dtype("u1") if values.dtype == np.bool_ else values.dtype.newbyteorder("<")
+    return np.ascontiguousarray(values, dtype=plain).tobytes()
+
+
 def chunk_digest(chunk: Chunk) -> bytes:
-    """16 bytes over call, position, version, tokens, logprobs and mask; not over the attempt."""
+    """16 bytes over call, position, version, tokens, logprobs, mask and wide columns; not over the attempt."""
     state = hashlib.sha256(_CHUNK)
     state.update(chunk.call_id)
     state.update(_u64(chunk.start))
@@ -89,6 +95,12 @@ def chunk_digest(chunk: Chunk) -> bytes:
     else:
         state.update(b"\1" + np.ascontiguousarray(chunk.logprobs, dtype="<f4").tobytes())
     state.update(np.ascontiguousarray(chunk.mask, dtype="u1").tobytes())
+    if chunk.columns:
+        columns = chunk.wide()
+        state.update(_u64(len(columns)))
+        for name, type_, width in columns:
+            state.update(_lp(name.encode()) + _lp(type_.encode()) + _u64(width))
+            state.update(_le_values(chunk.columns[name]))
     return state.digest()[:16]
 
 

@@ -132,7 +132,8 @@ def get_object(store: ObjectStore, ref: ObjectRef, most: int = MAX_OBJECT_BYTES)
 
 def _segment_as_json(info: SegmentInfo) -> dict[str, Any]:
     batches = [[b.offset, b.length, b.crc32c, b.n_records] for b in info.batches]
-    return {"key": info.key, "nbytes": info.nbytes, "crc32c": info.crc32c, "batches": batches}
+    value = {"key": info.key, "nbytes": info.nbytes, "crc32c": info.crc32c, "batches": batches}
+    return {**value, "wide": list(info.wide)} if info.wide else value
 
 
 def _segment_from_json(value: Any, what: str) -> SegmentInfo:
@@ -147,10 +148,18 @@ def _segment_from_json(value: Any, what: str) -> SegmentInfo:
         nbytes=log.take(value, "nbytes", int, what),
         crc32c=log.take(value, "crc32c", int, what),
         batches=tuple(BatchInfo(*batch) for batch in batches),
+        wide=_wide_types(value.get("wide", []), what),
     )
     if layout.segment_position(info.key) is None or not 0 <= info.nbytes <= MAX_OBJECT_BYTES or info.crc32c < 0:
         raise Damaged(f"{what}: {info.key!r:.100} of {info.nbytes} bytes is no segment of a store")
     return info
+
+
+def _wide_types(value: Any, what: str) -> tuple[str, ...]:
+    """Which types there are is for the codec to judge."""
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise Damaged(f"{what}: wide is no list of types")
+    return tuple(value)
 
 
 class LedgerWriter:

@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,9 @@ def _frame(data: bytes, at: int, end: int) -> Frame | None:
     return Frame(at, stop - at)
 
 
-def read_schema(data: bytes, frame: Frame, kind: str, what: str) -> tuple[pa.Schema, dict[str, Any]]:
+def read_schema(
+    data: bytes, frame: Frame, kind: str, what: str, known: Sequence[str] = ()
+) -> tuple[pa.Schema, dict[str, Any]]:
     """Schema and header of a file. Raises FormatNotUnderstood unless the header is of this kind and version."""
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(data).slice(frame.offset, frame.length))
@@ -120,12 +122,15 @@ def read_schema(data: bytes, frame: Frame, kind: str, what: str) -> tuple[pa.Sch
         header = strict_json.parse(text.decode() or "{}", f"the header of {what}")
     except _MANGLED as error:
         raise Damaged(f"{what} has no readable schema: {error}") from error
-    check_header(header, kind, what)
+    check_header(header, kind, what, known)
     return schema, header
 
 
-def check_header(header: Mapping[str, Any], kind: str, what: str) -> None:
-    """Raises FormatNotUnderstood or Damaged unless format, version and requires are those of a `kind` read here."""
+def check_header(header: Mapping[str, Any], kind: str, what: str, known: Sequence[str] = ()) -> None:
+    """Raises FormatNotUnderstood or Damaged unless format, version and requires are those of a `kind` read here.
+
+    `known`: what it may require.
+    """
     upgrade = "read it with the version of prefix-recovery that wrote it, or a newer one"
     name, version, requires = header.get("format"), header.get("version"), header.get("requires", [])
     if name != kind or type(version) is not int or not 1 <= version <= VERSION:
@@ -135,8 +140,9 @@ def check_header(header: Mapping[str, Any], kind: str, what: str) -> None:
         )
     if not isinstance(requires, list):
         raise Damaged(f"the header of {what}: requires is no list")
-    if requires:
-        raise FormatNotUnderstood(f"{what} requires {requires[0]!r:.60}, which is not known here", hint=upgrade)
+    for name in requires:
+        if name not in known:
+            raise FormatNotUnderstood(f"{what} requires {name!r:.60}, which is not known here", hint=upgrade)
 
 
 def check_columns(found: pa.Schema, wanted: pa.Schema, what: str) -> None:

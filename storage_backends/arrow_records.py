@@ -1,10 +1,10 @@
 """Records to the columns of one segment batch, and back with every check.
 
-Owns: docs/format.md, section 9, column by column.
+Owns: docs/format.md, section 9, column by column, but for wide columns (arrow_wide.py).
 Does not know: files, batches' coordinates, sums over bytes.
 
 Invariants:
-1. `from_batch(to_arrays(records)) == records`, bit for bit in tokens, logprobs and masks.
+1. `from_batch(to_arrays(records)) == records`, bit for bit in tokens, logprobs, masks and wide columns.
 2. A record is handed out only if its row keeps every rule of its kind and its digest is that of its content.
 3. A message names the record by its call and, for a chunk, its tokens.
 """
@@ -22,13 +22,13 @@ from recovery.codec import chunk_digest, request_digest
 from recovery.errors import Damaged, DigestMismatch
 from recovery.model import MAX_TOKENS_PER_CHUNK, CallId, Chunk, Ended, Opened, PolicyVersion, Record, Request
 from storage_backends import arrow_columns as columns
-from storage_backends import strict_json
+from storage_backends import arrow_wide, strict_json
 from storage_backends.arrow_columns import Array
 from storage_backends.runs import Runs, pack, problem, unpack
 
 OPENED, CHUNK, ENDED = 0, 1, 2
 
-SCHEMA_FIELDS = [
+_FIELDS = [
     pa.field("kind", pa.uint8(), nullable=False),
     pa.field("call_id", pa.binary(16), nullable=False),
     pa.field("attempt", pa.uint32(), nullable=False),
@@ -42,6 +42,12 @@ SCHEMA_FIELDS = [
     pa.field("digest", pa.binary(16)),
     pa.field("body", pa.utf8()),
 ]
+
+
+def schema_fields(types: Sequence[str]) -> list[pa.Field]:
+    """All fields of a segment that has wide columns of these types."""
+    return [*_FIELDS, *arrow_wide.fields(types)]
+
 
 _NO_TOKENS = np.empty(0, "<i4")
 _NO_LOGPROBS = np.empty(0, "<f4")
@@ -82,8 +88,23 @@ def _row(record: Record) -> _Row:
             return _Row(ENDED, record.n_tokens, _NO_TOKENS, body=strict_json.dump(body))
 
 
-def to_arrays(records: Sequence[Record]) -> list[pa.Array]:
-    """The columns of one batch, in the order of SCHEMA_FIELDS. Raises ValueError or TypeError for a bad record."""
+def raw_nbytes(record: Record) -> int:
+    """An upper bound of what a record takes in a batch, but for its texts."""
+    match record:
+        case Chunk():
+            wide = sum(values.nbytes for values in record.columns.values())
+            return 16 * int(record.token_ids.shape[0]) + wide + 256
+        case Opened():
+            return 4 * int(record.request.prompt_token_ids.shape[0]) + 256
+        case _:
+            return 256
+
+
+def to_arrays(records: Sequence[Record], types: Sequence[str]) -> list[pa.Array]:
+    """The columns of one batch, in the order of schema_fields(types). Raises ValueError or TypeError for a bad record.
+
+    `types` has at least those of the wide columns of `records`.
+    """
     rows = [_row(record) for record in records]
     chunks = [row.chunk for row in rows]
     with_logprobs = [None if chunk is None else chunk.logprobs for chunk in chunks]
@@ -110,6 +131,7 @@ def to_arrays(records: Sequence[Record]) -> list[pa.Array]:
         pa.array([None if chunk is None else chunk.version.number for chunk in chunks], pa.uint64()),
         columns.digests([row.digest for row in rows], "a digest"),
         pa.array([row.body for row in rows], pa.utf8()),
+        *arrow_wide.to_arrays(chunks, types),
     ]
 
 
@@ -152,6 +174,7 @@ class _Columns:
     digest: list[bytes]
     has_digest: list[bool]
     body: list[str | None]
+    wide: arrow_wide.WideColumns
 
 
 def from_batch(batch: pa.RecordBatch, what: str) -> list[Record]:
@@ -162,7 +185,7 @@ def from_batch(batch: pa.RecordBatch, what: str) -> list[Record]:
 
 def _take_apart(batch: pa.RecordBatch, what: str) -> _Columns:
     kind, call_id, attempt, start, token_ids, logprobs, mask_starts, mask_values, *rest = batch.columns
-    lineage, number, digest, body = rest
+    lineage, number, digest, body, *wide = rest
     kinds = columns.numbers(kind, "kind", what)
     if (kinds > ENDED).any():
         raise Damaged(f"{what} has a record of unknown kind {int(kinds.max())}")
@@ -170,7 +193,8 @@ def _take_apart(batch: pa.RecordBatch, what: str) -> _Columns:
         columns.no_nulls(column, name, what)
     tokens, token_at = columns.list_values(token_ids, "token_ids", what)
     values, logprob_at = columns.list_values(logprobs, "logprobs", what)
-    masks, mask_at = _read_masks(mask_starts, mask_values, kinds == CHUNK, np.diff(token_at), what)
+    is_chunk, sizes = kinds == CHUNK, np.diff(token_at)
+    masks, mask_at = _read_masks(mask_starts, mask_values, is_chunk, sizes, what)
     return _Columns(
         what=what,
         kind=kinds.tolist(),
@@ -189,6 +213,7 @@ def _take_apart(batch: pa.RecordBatch, what: str) -> _Columns:
         digest=columns.digest_values(digest),
         has_digest=columns.present(digest).tolist(),
         body=body.to_pylist(),
+        wide=arrow_wide.take_apart(wide, batch.schema, is_chunk, sizes, what),
     )
 
 
@@ -238,6 +263,7 @@ def _read_chunk(at: _Columns, index: int) -> Chunk:
         logprobs=logprobs,
         mask=at.masks[at.mask_at[index] : at.mask_at[index + 1]],
         version=PolicyVersion(lineage, number),
+        columns=at.wide.of(index, last - first),
     )
     if chunk_digest(chunk) != at.digest[index]:
         raise DigestMismatch(f"{_tokens(at, index)}: the content does not have the recorded digest")

@@ -16,14 +16,15 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import pyarrow as pa
 
 from recovery.errors import Damaged
-from recovery.model import BatchInfo, Chunk, Opened, Record, SegmentInfo
+from recovery.model import BatchInfo, Record, SegmentInfo
 from recovery.ports import EncodedSegment
-from storage_backends import arrow_file, strict_json
-from storage_backends.arrow_records import SCHEMA_FIELDS, from_batch, to_arrays
+from storage_backends import arrow_file, arrow_wide, strict_json
+from storage_backends.arrow_records import from_batch, raw_nbytes, schema_fields, to_arrays
 from storage_backends.sums import check_bytes, crc32c, crc_from_key
 
 RECORDS_PER_BATCH = 64
@@ -31,8 +32,13 @@ RAW_BYTES_PER_BATCH = 64 << 20
 """A batch is closed when it holds this much, so that arrow_file.BATCH_BYTES_MAX is never near."""
 
 FORMAT = "prefix-recovery/segment"
-_HEADER = {"format": FORMAT, "version": arrow_file.VERSION, "requires": []}
-SCHEMA = pa.schema(SCHEMA_FIELDS, metadata={arrow_file.METADATA_KEY: strict_json.dump(_HEADER).encode()})
+
+
+@lru_cache(maxsize=64)
+def schema_of(types: tuple[str, ...] = ()) -> pa.Schema:
+    """The schema of a segment with wide columns of these types."""
+    header = {"format": FORMAT, "version": arrow_file.VERSION, "requires": [arrow_wide.FEATURE] if types else []}
+    return pa.schema(schema_fields(types), metadata={arrow_file.METADATA_KEY: strict_json.dump(header).encode()})
 
 
 class ArrowSegmentCodec:
@@ -46,16 +52,18 @@ class ArrowSegmentCodec:
         self._records_per_batch = records_per_batch
 
     def encode(self, records: Sequence[Record], key_stem: str) -> EncodedSegment:
+        types = arrow_wide.types_of(records)
+        schema = schema_of(types)
         parts = list(_split(records, self._records_per_batch))
-        batches = (pa.RecordBatch.from_arrays(to_arrays(part), schema=SCHEMA) for part in parts)
-        data, frames = arrow_file.write(SCHEMA, batches)
+        batches = (pa.RecordBatch.from_arrays(to_arrays(part, types), schema=schema) for part in parts)
+        data, frames = arrow_file.write(schema, batches)
         infos = tuple(
             BatchInfo(frame.offset, frame.length, crc32c(_bytes_of(data, frame)), len(part))
             for frame, part in zip(frames.batches, parts, strict=True)
         )
         total = crc32c(data)
         key = f"{key_stem}-{total:08x}.{self.suffix}"
-        return EncodedSegment(data, SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos))
+        return EncodedSegment(data, SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos, wide=types))
 
     def describe(self, key: str, data: bytes) -> SegmentInfo:
         """Coordinates of a segment that was listed, not recorded: its key carries the sum of its bytes."""
@@ -63,22 +71,20 @@ class ArrowSegmentCodec:
         total = crc_from_key(key)
         check_bytes(data, nbytes=len(data), crc32c=total, what=what)
         parts = arrow_file.split(data, what)
-        schema, _ = arrow_file.read_schema(data, parts.schema, FORMAT, what)
-        arrow_file.check_columns(schema, SCHEMA, what)
+        types = _types_of_file(data, parts, what)
         batches = arrow_file.read_batches(data, parts, RECORDS_PER_BATCH, what)
         infos = tuple(
             BatchInfo(frame.offset, frame.length, crc32c(_bytes_of(data, frame)), batch.num_rows)
             for frame, batch in zip(parts.batches, batches, strict=True)
         )
-        return SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos)
+        return SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos, wide=types)
 
     def decode(self, data: bytes, info: SegmentInfo | None) -> list[Record]:
         what = "a segment" if info is None else f"segment {info.key}"
         if info is not None:
             check_bytes(data, nbytes=info.nbytes, crc32c=info.crc32c, what=what)
         parts = arrow_file.split(data, what)
-        schema, _ = arrow_file.read_schema(data, parts.schema, FORMAT, what)
-        arrow_file.check_columns(schema, SCHEMA, what)
+        types = _types_of_file(data, parts, what)
         records: list[Record] = []
         lengths = []
         for batch in arrow_file.read_batches(data, parts, RECORDS_PER_BATCH, what):
@@ -87,8 +93,8 @@ class ArrowSegmentCodec:
         if info is not None:
             told = [(batch.offset, batch.length, batch.n_records) for batch in info.batches]
             found = [(f.offset, f.length, n) for f, n in zip(parts.batches, lengths, strict=True)]
-            if told != found:
-                raise Damaged(f"{what} is not divided into batches as recorded")
+            if told != found or types != info.wide:
+                raise Damaged(f"{what} is not divided into batches, or has not the wide columns, as recorded")
         return records
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> list[Record]:
@@ -97,10 +103,21 @@ class ArrowSegmentCodec:
         told = info.batches[batch]
         what = f"batch {batch} of segment {info.key}"
         check_bytes(data, nbytes=told.length, crc32c=told.crc32c, what=what)
-        found = arrow_file.read_message(data, SCHEMA, RECORDS_PER_BATCH, what)
+        arrow_wide.check_types(info.wide, what)
+        found = arrow_file.read_message(data, schema_of(info.wide), RECORDS_PER_BATCH, what)
         if found.num_rows != told.n_records:
             raise Damaged(f"{what} has {found.num_rows} records where {told.n_records} were written")
         return from_batch(found, what)
+
+
+def _types_of_file(data: bytes, parts: arrow_file.Parts, what: str) -> tuple[str, ...]:
+    """The types of its wide columns, after the check that its columns are those of the format."""
+    schema, header = arrow_file.read_schema(data, parts.schema, FORMAT, what, (arrow_wide.FEATURE,))
+    types = arrow_wide.types_in(schema)
+    if bool(types) != bool(header.get("requires")):
+        raise Damaged(f"{what} does not require what its columns are")
+    arrow_file.check_columns(schema, schema_of(types), what)
+    return types
 
 
 def _bytes_of(data: bytes, frame: arrow_file.Frame) -> bytes:
@@ -111,21 +128,10 @@ def _split(records: Sequence[Record], at_most: int) -> Iterator[Sequence[Record]
     """Consecutive parts of at most so many records and so many bytes."""
     first = nbytes = 0
     for index, record in enumerate(records):
-        size = _raw_nbytes(record)
+        size = raw_nbytes(record)
         if index > first and (index - first == at_most or nbytes + size > RAW_BYTES_PER_BATCH):
             yield records[first:index]
             first, nbytes = index, 0
         nbytes += size
     if first < len(records):
         yield records[first:]
-
-
-def _raw_nbytes(record: Record) -> int:
-    """An upper bound of what a record takes in a batch, but for its texts."""
-    match record:
-        case Chunk():
-            return 16 * record.token_ids.shape[0] + 256
-        case Opened():
-            return 4 * record.request.prompt_token_ids.shape[0] + 256
-        case _:
-            return 256

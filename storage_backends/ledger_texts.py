@@ -38,6 +38,9 @@ def check_header(header: Mapping[str, Any], what: str) -> None:
         name = f"{what}: segment {segment['key']}"
         take_number(segment, "nbytes", name)
         take_number(segment, "crc32c", name, limit=1 << 32)
+        wide = segment.get("wide", [])
+        if not isinstance(wide, list) or not all(isinstance(type_, str) for type_ in wide):
+            raise Damaged(f"{name}: wide is no list of types")
         for batch in take(segment, "batches", list, name):
             numbers = isinstance(batch, list) and len(batch) == 4 and all(type(n) is int for n in batch)
             if not numbers or min(batch) < 0:

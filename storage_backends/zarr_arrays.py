@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from recovery.errors import Damaged, DigestMismatch
-from storage_backends import arrow_file, strict_json
+from recovery.model import WIDE_TYPES
+from storage_backends import arrow_file, arrow_wide, strict_json
 from storage_backends.sums import crc32c
 
 Array = npt.NDArray[Any]
@@ -41,7 +42,6 @@ NO_RECORD = 255
 """`kind` behind the last record."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_TYPES = {"u1": "uint8", "<u4": "uint32", "<u8": "uint64", "<i4": "int32", "<f4": "float32", "?": "bool"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Kind:
         return CHUNK_VALUES_MAX if self.ranges else RECORDS_PER_BATCH
 
 
-ARRAYS = {
+_ARRAYS = {
     "attempt": Kind("<u4"),
     "body": Kind("u1", ranges="body_range"),
     "body_range": Kind("<u8", (2,)),
@@ -84,13 +84,25 @@ ARRAYS = {
     "token_ids": Kind("<i4", ranges="token_range"),
     "token_range": Kind("<u8", (2,)),
 }
-"""In the order of their names, which is that of the entries."""
+_WIDE_ARRAYS = {"wide": Kind("u1", ranges="wide_range"), "wide_range": Kind("<u8", (2,))}
+for _type in WIDE_TYPES:
+    _WIDE_ARRAYS[f"wide_{_type}"] = Kind(np.dtype(_type).newbyteorder("<").str, ranges=f"wide_{_type}_range")
+    _WIDE_ARRAYS[f"wide_{_type}_range"] = Kind("<u8", (2,))
+ARRAYS = _ARRAYS | _WIDE_ARRAYS
+"""Every array that a segment may have; which ones it has is `array_names`."""
+
+
+def array_names(types: Sequence[str]) -> list[str]:
+    """The arrays of a segment with wide columns of these types, in the order of their names, which is the entries'."""
+    wide = [f"wide_{type_}{end}" for type_ in types for end in ("", "_range")]
+    return sorted([*_ARRAYS, *(["wide", "wide_range", *wide] if types else [])])
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The shapes of one segment. `chunk_values`, `n_chunks`: per array with values."""
+    """The shapes of one segment. `chunk_values`, `n_chunks`: per array with values. `types`: of its wide columns."""
 
+    types: tuple[str, ...]
     n_records: int
     per_batch: int
     chunk_values: Mapping[str, int]
@@ -104,7 +116,8 @@ class Layout:
     def nbytes(self) -> int:
         """What all chunks are together when they are decompressed."""
         total = 0
-        for name, kind in ARRAYS.items():
+        for name in array_names(self.types):
+            kind = ARRAYS[name]
             values = self.chunk_values[name] * self.n_chunks[name] if kind.ranges else self.per_batch * self.n_batches
             total += kind.element_nbytes * values
         return total
@@ -116,16 +129,23 @@ class Layout:
 # ---- documents -----------------------------------------------------------------------------------------------
 
 
-def document_names() -> list[str]:
-    return ["zarr.json", *(f"{name}/zarr.json" for name in ARRAYS)]
+def document_names(types: Sequence[str] = ()) -> list[str]:
+    return ["zarr.json", *(f"{name}/zarr.json" for name in array_names(types))]
+
+
+def types_in(names: Collection[str]) -> tuple[str, ...]:
+    """The types of the wide columns that entries of these names have arrays for."""
+    return tuple(type_ for type_ in WIDE_TYPES if f"wide_{type_}/zarr.json" in names)
 
 
 def documents(layout: Layout) -> list[tuple[str, bytes]]:
     """Every `zarr.json` of a segment, by name."""
-    attributes = {"format": FORMAT, "version": arrow_file.VERSION, "requires": []}
+    requires = [arrow_wide.FEATURE] if layout.types else []
+    attributes = {"format": FORMAT, "version": arrow_file.VERSION, "requires": requires}
     made: list[dict[str, Any]] = [{"zarr_format": 3, "node_type": "group", "attributes": attributes}]
-    made += [_document(name, layout) for name in ARRAYS]
-    return [(name, strict_json.dump(value).encode()) for name, value in zip(document_names(), made, strict=True)]
+    made += [_document(name, layout) for name in array_names(layout.types)]
+    names = document_names(layout.types)
+    return [(name, strict_json.dump(value).encode()) for name, value in zip(names, made, strict=True)]
 
 
 def _document(name: str, layout: Layout) -> dict[str, Any]:
@@ -135,14 +155,14 @@ def _document(name: str, layout: Layout) -> dict[str, Any]:
         length = chunk * layout.n_chunks[name]
     else:
         chunk, length = layout.per_batch, layout.n_records
-    data_type = _TYPES[kind.dtype]
-    single = np.dtype(kind.dtype).itemsize == 1
-    fill: int | float | bool = {"bool": False, "float32": 0.0}.get(data_type, kind.fill)
+    dtype = np.dtype(kind.dtype)
+    single = dtype.itemsize == 1
+    fill: int | float | bool = {"b": False, "f": 0.0}.get(dtype.kind, kind.fill)
     return {
         "zarr_format": 3,
         "node_type": "array",
         "shape": [length, *kind.element],
-        "data_type": data_type,
+        "data_type": dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [chunk, *kind.element]}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill,
@@ -154,24 +174,28 @@ def _document(name: str, layout: Layout) -> dict[str, Any]:
     }
 
 
-def check_group(data: bytes | memoryview, what: str) -> None:
-    """Raises FormatNotUnderstood unless the group says that it is a segment of this version."""
+def check_group(data: bytes | memoryview, types: Sequence[str], what: str) -> None:
+    """Raises FormatNotUnderstood unless the group says that it is a segment of this version; `types` as in types_in."""
     group = _parse(data, f"zarr.json of {what}", HEADER_BYTES_MAX)
     if group.get("zarr_format") != 3 or group.get("node_type") != "group":
         raise Damaged(f"{what} is no Zarr group of format 3")
     header = strict_json.take(group, "attributes", dict, f"zarr.json of {what}") if "attributes" in group else {}
-    arrow_file.check_header(header, FORMAT, what)
+    arrow_file.check_header(header, FORMAT, what, (arrow_wide.FEATURE,))
+    if bool(types) != bool(header.get("requires")):
+        raise Damaged(f"{what} does not require what its arrays are")
 
 
-def read_layout(found: Mapping[str, bytes | memoryview], what: str) -> Layout:
+def read_layout(found: Mapping[str, bytes | memoryview], types: tuple[str, ...], what: str) -> Layout:
     """The shapes that the documents of the arrays agree on. Raises Damaged unless they are exactly ours."""
-    parsed = {name: _parse(found[f"{name}/zarr.json"], f"{name}/zarr.json of {what}") for name in ARRAYS}
+    names = array_names(types)
+    parsed = {name: _parse(found[f"{name}/zarr.json"], f"{name}/zarr.json of {what}") for name in names}
     lengths = {name: _length(value, f"{name}/zarr.json of {what}") for name, value in parsed.items()}
-    values = [name for name, kind in ARRAYS.items() if kind.ranges]
+    values = [name for name in names if ARRAYS[name].ranges]
     for name, (length, chunk) in lengths.items():
         if not 1 <= chunk <= ARRAYS[name].chunk_values_max or (name in values and length % chunk):
             raise Damaged(f"{name}/zarr.json of {what} has the shape {length} in chunks of {chunk}, which may not be")
     layout = Layout(
+        types=types,
         n_records=lengths["kind"][0],
         per_batch=lengths["kind"][1],
         chunk_values={name: lengths[name][1] for name in values},

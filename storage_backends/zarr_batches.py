@@ -26,6 +26,7 @@ from storage_backends.zarr_arrays import (
     NO_RECORD,
     Array,
     Layout,
+    array_names,
     chunk_name,
     claimed_length,
     pack_chunk,
@@ -39,22 +40,23 @@ BATCH_BYTES_MAX = 1 << 30
 Columns = Mapping[str, Array]
 """A batch, by the names of its arrays; ranges count from the batch's first value."""
 
-_FIRST = next(iter(ARRAYS))
+_FIRST = array_names(())[0]
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def layout_of(batches: Sequence[Columns], per_batch: int) -> Layout:
+def layout_of(batches: Sequence[Columns], per_batch: int, types: tuple[str, ...]) -> Layout:
     """The shapes that hold these batches, all of which but the last have `per_batch` records."""
     chunk_values, n_chunks = {}, {}
-    for name, kind in ARRAYS.items():
-        if kind.ranges:
+    for name in array_names(types):
+        if ARRAYS[name].ranges:
             lengths = [len(columns[name]) for columns in batches]
             chunk = max(1, min(max(lengths, default=1), CHUNK_VALUES_MAX))
             chunk_values[name] = chunk
             n_chunks[name] = sum(-(-length // chunk) for length in lengths)
     return Layout(
+        types=types,
         n_records=sum(len(columns["kind"]) for columns in batches),
         per_batch=per_batch,
         chunk_values=chunk_values,
@@ -71,9 +73,9 @@ def write_batches(batches: Sequence[Columns], layout: Layout) -> Iterator[list[t
             raise ValueError(f"a batch of {nbytes} bytes could not be read again")
         begin = {ARRAYS[name].ranges: seen[name] * chunk for name, chunk in layout.chunk_values.items()}
         chunks: list[tuple[str, bytes]] = []
-        for name, kind in ARRAYS.items():
+        for name in array_names(layout.types):
             values = columns[name]
-            if not kind.ranges:
+            if not ARRAYS[name].ranges:
                 if name in begin:
                     values = values + np.uint64(begin[name])
                 chunks.append((chunk_name(name, number), pack_chunk(name, values, layout.per_batch)))
@@ -105,11 +107,12 @@ def split(entries: Sequence[Entry], layout: Layout, what: str) -> list[Sequence[
     return [entries[at:to] for at, to in zip(begins, [*begins[1:], len(entries)], strict=False)]
 
 
-def runs_of(entries: Sequence[Entry], number: int, what: str) -> dict[str, Run]:
+def runs_of(entries: Sequence[Entry], number: int, types: Sequence[str], what: str) -> dict[str, Run]:
     """The chunks of batch `number` by array; every entry is one, and no array of records is without."""
     runs = {}
     at = 0
-    for name, kind in ARRAYS.items():
+    for name in array_names(types):
+        kind = ARRAYS[name]
         first = _index(name, entries[at].name) if kind.ranges and at < len(entries) else number
         chunks: list[memoryview] = []
         while first >= 0 and at < len(entries) and entries[at].name == chunk_name(name, first + len(chunks)):
@@ -142,7 +145,8 @@ def read_columns(runs: Mapping[str, Run], n_records: int, layout: Layout | None,
     lengths = _lengths(runs, what)
     if layout is not None and any(lengths[n] != chunk for n, chunk in layout.chunk_values.items() if runs[n].chunks):
         raise Damaged(f"{what} has a chunk of another length than its array's")
-    if any(lengths[name] != lengths["kind"] for name, kind in ARRAYS.items() if not kind.ranges):
+    per_record = [name for name in runs if not ARRAYS[name].ranges]
+    if any(lengths[name] != lengths["kind"] for name in per_record):
         raise Damaged(f"{what} has arrays of records of different lengths")
     if layout is not None and lengths["kind"] != layout.per_batch:
         raise Damaged(f"{what} has {lengths['kind']} records in a chunk; its shape says {layout.per_batch}")
@@ -150,12 +154,13 @@ def read_columns(runs: Mapping[str, Run], n_records: int, layout: Layout | None,
     found = lengths["kind"] - int(np.count_nonzero(flat["kind"] == NO_RECORD))
     if found != n_records or (flat["kind"][n_records:] != NO_RECORD).any():
         raise Damaged(f"{what} has {found} records where {n_records} were written")
-    columns = {name: flat[name][:n_records] for name, kind in ARRAYS.items() if not kind.ranges}
+    columns = {name: flat[name][:n_records] for name in per_record}
     ranges = {name: _relative(name, columns[name], what) for name in columns if name.endswith("_range")}
-    for name, kind in ARRAYS.items():
+    for name, run in runs.items():
+        kind = ARRAYS[name]
         if not kind.ranges:
             continue
-        run, begin, stop = runs[name], int(columns[kind.ranges][0, 0]), int(ranges[kind.ranges][-1, 1])
+        begin, stop = int(columns[kind.ranges][0, 0]), int(ranges[kind.ranges][-1, 1])
         if len(run.chunks) != -(-stop // lengths[name]) or (run.chunks and begin != run.first * lengths[name]):
             raise Damaged(f"{what}: {kind.ranges} asks for other chunks of {name} than there are")
         columns[name] = flat[name][:stop]

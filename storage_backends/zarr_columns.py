@@ -6,7 +6,7 @@ encodings have one identity by construction.
 
 Invariants:
 1. `from_columns(to_columns(arrays))` has the values of `arrays`, bit for bit.
-2. What may be null is null by the record's kind, but for logprobs, which `has_logprobs` says.
+2. What may be null is null by the record's kind, but for logprobs, which `has_logprobs` says, and `wide`, by its range.
 3. Ranges that reach here lie one behind the other and inside of their values (zarr_batches.read_columns).
 """
 
@@ -19,17 +19,16 @@ import pyarrow as pa
 
 from recovery.errors import Damaged
 from storage_backends import arrow_columns
-from storage_backends.arrow_records import CHUNK, ENDED, SCHEMA_FIELDS
+from storage_backends.arrow_records import CHUNK, ENDED, schema_fields
 from storage_backends.zarr_arrays import Array
 
-_SCHEMA = pa.schema(SCHEMA_FIELDS)
 _DIGEST = arrow_columns.DIGEST
 
 
-def to_columns(arrays: Sequence[pa.Array]) -> dict[str, Array]:
+def to_columns(arrays: Sequence[pa.Array], types: Sequence[str]) -> dict[str, Array]:
     """The arrays of a batch of at least one record, from the columns that arrow_records.to_arrays makes."""
     kind, call_id, attempt, start, token_ids, logprobs, mask_starts, mask_values, *rest = arrays
-    lineage, number, digest, body = rest
+    lineage, number, digest, body, *wide = rest
     has_logprobs = arrow_columns.present(logprobs)
     token_at = token_ids.offsets.to_numpy()
     per_token = np.repeat(has_logprobs, np.diff(token_at))
@@ -37,7 +36,7 @@ def to_columns(arrays: Sequence[pa.Array]) -> dict[str, Array]:
     aligned[per_token] = logprobs.values.to_numpy()
     lineage_range, lineage_text = _text(lineage)
     body_range, body_text = _text(body)
-    return {
+    columns = {
         "attempt": attempt.to_numpy(),
         "body": body_text,
         "body_range": body_range,
@@ -56,6 +55,12 @@ def to_columns(arrays: Sequence[pa.Array]) -> dict[str, Array]:
         "token_ids": token_ids.values.to_numpy(),
         "token_range": _ranges(token_at),
     }
+    if types:
+        columns["wide_range"], columns["wide"] = _text(wide[0])
+    for type_, lists in zip(types, wide[1:], strict=True):
+        columns[f"wide_{type_}"] = lists.values.to_numpy(zero_copy_only=False)
+        columns[f"wide_{type_}_range"] = _ranges(lists.offsets.to_numpy())
+    return columns
 
 
 def _ranges(positions: Array) -> Array:
@@ -74,7 +79,7 @@ def _text(column: pa.Array) -> tuple[Array, Array]:
     return _ranges(at), values
 
 
-def from_columns(columns: Mapping[str, Array], what: str) -> pa.RecordBatch:
+def from_columns(columns: Mapping[str, Array], types: Sequence[str], what: str) -> pa.RecordBatch:
     """The batch that these arrays are, validated."""
     kind = columns["kind"]
     is_chunk = kind == CHUNK
@@ -93,7 +98,13 @@ def from_columns(columns: Mapping[str, Array], what: str) -> pa.RecordBatch:
         _fixed(_DIGEST, columns["digest"], kind != ENDED),
         _utf8(columns["body"], columns["body_range"], ~is_chunk),
     ]
-    batch = pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+    if types:
+        wide = columns["wide_range"]
+        arrays.append(_utf8(columns["wide"], wide, wide[:, 0] != wide[:, 1]))
+    for type_ in types:
+        values, ranges = pa.array(columns[f"wide_{type_}"]), columns[f"wide_{type_}_range"]
+        arrays.append(arrow_columns.lists(values, _positions(ranges)))
+    batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(schema_fields(types)))
     try:
         batch.validate(full=True)
     except ValueError as error:

@@ -22,17 +22,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recovery.errors import Damaged
-from recovery.model import BatchInfo, Chunk, Opened, Record, SegmentInfo
+from recovery.model import BatchInfo, Record, SegmentInfo
 from recovery.ports import EncodedSegment
-from storage_backends import zarr_arrays, zarr_batches, zarr_zip
-from storage_backends.arrow_records import from_batch, to_arrays
+from storage_backends import arrow_wide, zarr_arrays, zarr_batches, zarr_zip
+from storage_backends.arrow_records import from_batch, raw_nbytes, to_arrays
 from storage_backends.sums import check_bytes, crc32c, crc_from_key
 from storage_backends.zarr_arrays import RECORDS_PER_BATCH, Layout
 from storage_backends.zarr_batches import Run
 from storage_backends.zarr_columns import from_columns, to_columns
 
-TOKENS_PER_BATCH = 1 << 24
-"""Batches have fewer records if one would hold more tokens, so that zarr_batches.BATCH_BYTES_MAX is never near."""
+RAW_BYTES_PER_BATCH = 384 << 20
+"""Batches have fewer records if one would hold more, so that zarr_batches.BATCH_BYTES_MAX is never near; the largest
+chunk fits beside the usual ones."""
 
 NBYTES_ALWAYS, RATIO_MAX = 1 << 30, 256
 """A segment may decompress to NBYTES_ALWAYS, and to more only in this proportion to its own length."""
@@ -61,8 +62,9 @@ class ZarrSegmentCodec:
     def encode(self, records: Sequence[Record], key_stem: str) -> EncodedSegment:
         per_batch = _per_batch(records, self._records_per_batch)
         parts = [records[at : at + per_batch] for at in range(0, len(records), per_batch)]
-        batches = [to_columns(to_arrays(part)) for part in parts]
-        layout = zarr_batches.layout_of(batches, per_batch)
+        types = arrow_wide.types_of(records)
+        batches = [to_columns(to_arrays(part, types), types) for part in parts]
+        layout = zarr_batches.layout_of(batches, per_batch, types)
         named = zarr_arrays.documents(layout)
         bounds = [len(named)]
         for chunks in zarr_batches.write_batches(batches, layout):
@@ -77,16 +79,16 @@ class ZarrSegmentCodec:
             raise ValueError(f"a segment of {layout.nbytes} bytes in {len(data)} could not be read again")
         total = crc32c(data)
         key = f"{key_stem}-{total:08x}.{self.suffix}"
-        return EncodedSegment(data, SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos))
+        return EncodedSegment(data, SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos, wide=types))
 
     def describe(self, key: str, data: bytes) -> SegmentInfo:
         """Coordinates of a segment that was listed, not recorded: its key carries the sum of its bytes."""
         what = f"segment {key}"
         total = crc_from_key(key)
         check_bytes(data, nbytes=len(data), crc32c=total, what=what)
-        _, batches = _open(data, what)
+        layout, batches = _open(data, what)
         infos = tuple(_info(data, batch.begin, batch.stop, batch.n_records) for batch in batches)
-        return SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos)
+        return SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos, wide=layout.types)
 
     def decode(self, data: bytes, info: SegmentInfo | None) -> list[Record]:
         what = "a segment" if info is None else f"segment {info.key}"
@@ -95,11 +97,13 @@ class ZarrSegmentCodec:
         layout, batches = _open(data, what)
         if info is not None:
             told = [(batch.offset, batch.length, batch.n_records) for batch in info.batches]
-            if told != [(batch.begin, batch.stop - batch.begin, batch.n_records) for batch in batches]:
-                raise Damaged(f"{what} is not divided into batches as recorded")
+            found = [(batch.begin, batch.stop - batch.begin, batch.n_records) for batch in batches]
+            if told != found or layout.types != info.wide:
+                raise Damaged(f"{what} is not divided into batches, or has not the wide columns, as recorded")
         records: list[Record] = []
         for batch in batches:
-            records += _records(batch.runs, batch.n_records, layout, what)
+            columns = zarr_batches.read_columns(batch.runs, batch.n_records, layout, what)
+            records += from_batch(from_columns(columns, layout.types, what), what)
         return records
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> list[Record]:
@@ -108,25 +112,28 @@ class ZarrSegmentCodec:
         told = info.batches[batch]
         what = f"batch {batch} of segment {info.key}"
         check_bytes(data, nbytes=told.length, crc32c=told.crc32c, what=what)
-        runs = zarr_batches.runs_of(zarr_zip.read_run(data, what), batch, what)
-        return _records(runs, told.n_records, None, what)
+        arrow_wide.check_types(info.wide, what)
+        runs = zarr_batches.runs_of(zarr_zip.read_run(data, what), batch, info.wide, what)
+        columns = zarr_batches.read_columns(runs, told.n_records, None, what)
+        return from_batch(from_columns(columns, info.wide, what), what)
 
 
 def _open(data: bytes, what: str) -> tuple[Layout, list[_Batch]]:
     """Shapes and batches of a segment. No chunk is decompressed, but it is known that no chunk is missing."""
     entries = zarr_zip.read(data, what)
-    names = zarr_arrays.document_names()
+    types = zarr_arrays.types_in({entry.name for entry in entries})
+    names = zarr_arrays.document_names(types)
     if not entries or entries[0].name != names[0]:
         raise Damaged(f"{what} does not begin with {names[0]}")
-    zarr_arrays.check_group(entries[0].data, what)
+    zarr_arrays.check_group(entries[0].data, types, what)
     if [entry.name for entry in entries[: len(names)]] != names:
         raise Damaged(f"{what} does not have the arrays of its format")
-    layout = zarr_arrays.read_layout({entry.name: entry.data for entry in entries[: len(names)]}, what)
+    layout = zarr_arrays.read_layout({entry.name: entry.data for entry in entries[: len(names)]}, types, what)
     if layout.nbytes > _nbytes_max(data):
         raise Damaged(f"{what} claims {layout.nbytes} bytes; at most {_nbytes_max(data)} are allowed")
     batches = []
     for number, part in enumerate(zarr_batches.split(entries[len(names) :], layout, what)):
-        runs = zarr_batches.runs_of(part, number, what)
+        runs = zarr_batches.runs_of(part, number, types, what)
         batches.append(_Batch(part[0].offset, part[-1].stop, layout.records_of(number), runs))
     zarr_batches.check_all([batch.runs for batch in batches], layout, what)
     return layout, batches
@@ -136,31 +143,16 @@ def _nbytes_max(data: bytes) -> int:
     return NBYTES_ALWAYS + RATIO_MAX * len(data)
 
 
-def _records(runs: Mapping[str, Run], n_records: int, layout: Layout | None, what: str) -> list[Record]:
-    columns = zarr_batches.read_columns(runs, n_records, layout, what)
-    return from_batch(from_columns(columns, what), what)
-
-
 def _info(data: bytes, begin: int, stop: int, n_records: int) -> BatchInfo:
     return BatchInfo(begin, stop - begin, crc32c(data[begin:stop]), n_records)
 
 
 def _per_batch(records: Sequence[Record], at_most: int) -> int:
-    """How many records every batch but the last has: at most so many, and never too many tokens."""
-    n_tokens = [_n_tokens(record) for record in records]
+    """How many records every batch but the last has: at most so many, and never too many bytes."""
+    sizes = [raw_nbytes(record) for record in records]
     per_batch = max(1, min(at_most, len(records)))
     while per_batch > 1 and any(
-        sum(n_tokens[at : at + per_batch]) > TOKENS_PER_BATCH for at in range(0, len(records), per_batch)
+        sum(sizes[at : at + per_batch]) > RAW_BYTES_PER_BATCH for at in range(0, len(records), per_batch)
     ):
         per_batch //= 2
     return per_batch
-
-
-def _n_tokens(record: Record) -> int:
-    match record:
-        case Chunk():
-            return int(record.token_ids.shape[0])
-        case Opened():
-            return int(record.request.prompt_token_ids.shape[0])
-        case _:
-            return 0

@@ -15,13 +15,14 @@ from recovery.codec import chunk_digest, request_digest
 from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood
 from recovery.model import Chunk, Opened, Record
 from storage_backends import arrow_file, flatbuffer
-from storage_backends.arrow_segments import SCHEMA, ArrowSegmentCodec
+from storage_backends.arrow_segments import ArrowSegmentCodec, schema_of
 from storage_backends.sums import check_bytes, crc32c, crc_from_key
 from storage_backends.testing.conformance import SegmentConformance
 from storage_backends.testing.segments import many, plain
 
 CODEC = ArrowSegmentCodec()
 KEY = b"prefix-recovery"
+SCHEMA = schema_of()
 
 
 class TestArrowSegments(SegmentConformance):

@@ -16,10 +16,10 @@ from recovery.model import Record
 from storage_backends import zarr_arrays, zarr_zip
 from storage_backends.sums import crc32c
 from storage_backends.testing.mutations import try_in_process
-from storage_backends.testing.segments import many
+from storage_backends.testing.segments import many_wide
 from storage_backends.zarr_segments import ZarrSegmentCodec
 
-COUNT = 1500
+COUNT = 1000
 
 
 class Sealed:
@@ -29,7 +29,7 @@ class Sealed:
     """
 
     def __init__(self) -> None:
-        segment = ZarrSegmentCodec(records_per_batch=8).encode(many(20, 12), "seg/x")
+        segment = ZarrSegmentCodec(records_per_batch=6).encode(many_wide(10, 12), "seg/x")
         self.contents = [(entry.name, self.unsealed(entry)) for entry in zarr_zip.read(segment.data, "x")]
 
     @staticmethod

@@ -8,8 +8,9 @@ Invariants:
 2. A decoder may return records or raise Damaged (or a kind of it) or FormatNotUnderstood. Anything else, a crash or
    more than MEMORY_BYTES_MAX of memory is a failure; the mutation's number is printed before it is tried.
 
-Usage: python -m storage_backends.testing.mutations MODULE:CODEC SAMPLE [--records N] [--seed S] [--count C]
-With --records the sample is one batch of N records and `decode_batch` is tried, else `decode`.
+Usage: python -m storage_backends.testing.mutations MODULE:CODEC SAMPLE [--records N] [--wide T] [--seed S] [--count C]
+With --records the sample is one batch of N records, with wide columns of the types T, and `decode_batch` is tried; else
+`decode`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import resource
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,11 @@ def verdict(decode: Callable[[bytes], Any], data: bytes) -> str:
     return "decoded"
 
 
-def try_in_process(codec: str, sample: Path, *, records: int = 0, seed: int, count: int) -> dict[str, int]:
+def try_in_process(
+    codec: str, sample: Path, *, records: int = 0, wide: Sequence[str] = (), seed: int, count: int
+) -> dict[str, int]:
     """Run this module over `sample`. Returns how often each verdict came; AssertionError if the process failed."""
-    options = {"records": records, "seed": seed, "count": count}
+    options = {"records": records, "wide": ",".join(wide), "seed": seed, "count": count}
     command = [sys.executable, "-m", __name__, codec, str(sample)]
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -87,14 +90,16 @@ def try_in_process(codec: str, sample: Path, *, records: int = 0, seed: int, cou
     return tally
 
 
-def _decoder(name: str, records: int) -> Callable[[bytes], Any]:
+def _decoder(name: str, records: int, wide: tuple[str, ...]) -> Callable[[bytes], Any]:
     module, _, attribute = name.partition(":")
     codec = getattr(importlib.import_module(module), attribute)()
     if records:
 
         def decode_one(data: bytes) -> Any:
             batch = BatchInfo(0, len(data), crc32c(data), records)
-            info = SegmentInfo(key="seg/mangled.arrow", nbytes=len(data), crc32c=batch.crc32c, batches=(batch,))
+            info = SegmentInfo(
+                key="seg/mangled.arrow", nbytes=len(data), crc32c=batch.crc32c, batches=(batch,), wide=wide
+            )
             return codec.decode_batch(data, info, 0)
 
         return decode_one
@@ -108,12 +113,13 @@ def main() -> None:
     parser.add_argument("codec")
     parser.add_argument("sample", type=Path)
     parser.add_argument("--records", type=int, default=0)
+    parser.add_argument("--wide", default="")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1000)
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    decode = _decoder(arguments.codec, arguments.records)
+    decode = _decoder(arguments.codec, arguments.records, tuple(filter(None, arguments.wide.split(","))))
     sample = arguments.sample.read_bytes()
     assert verdict(decode, sample) == "decoded", "the sample itself does not decode"
     tally: Counter[str] = Counter()

@@ -210,4 +210,10 @@ def _contradictions(snapshot: Snapshot, ledger: Ledger, position: int) -> Iterat
 def _segment(value: Any) -> SegmentInfo:
     """A segment as a header describes it; the codec has checked its fields."""
     batches = tuple(BatchInfo(*batch) for batch in value["batches"])
-    return SegmentInfo(key=value["key"], nbytes=value["nbytes"], crc32c=value["crc32c"], batches=batches)
+    return SegmentInfo(
+        key=value["key"],
+        nbytes=value["nbytes"],
+        crc32c=value["crc32c"],
+        batches=batches,
+        wide=tuple(value.get("wide", ())),
+    )
