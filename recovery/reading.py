@@ -22,6 +22,7 @@ from recovery.errors import Damaged, DigestMismatch, ObjectMissing
 from recovery.layout import SEGMENTS
 from recovery.ledger import Entry, Ledger
 from recovery.model import (
+    Array,
     CallId,
     Chunk,
     ChunkRef,
@@ -38,16 +39,31 @@ from recovery.ports import ObjectStore, SegmentCodec
 
 
 @dataclass(frozen=True, slots=True)
+class ColumnRun:
+    """The values of one wide column for the tokens [start, start + len(values))."""
+
+    start: int
+    values: Array
+
+    @property
+    def stop(self) -> int:
+        return self.start + int(self.values.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
 class Transcript:
     """A call's request and all its stored tokens. `logprobs` is NaN where none was captured.
 
-    `version_spans`: (start, end, version), contiguous over the tokens.
+    `version_spans`: (start, end, version), contiguous over the tokens. `columns`: the wide columns by name, each in
+    the longest runs that can be joined, in order; one that every chunk has, of one type and width, is one run over all
+    tokens. Where there is no run the column was not captured: nothing is made up for it.
     """
 
     request: Request
     token_ids: Int32Array
     logprobs: Float32Array
     version_spans: tuple[tuple[int, int, PolicyVersion], ...]
+    columns: Mapping[str, tuple[ColumnRun, ...]]
 
 
 def read_segment(store: ObjectStore, codec: SegmentCodec, info: SegmentInfo) -> list[Record]:
@@ -57,9 +73,12 @@ def read_segment(store: ObjectStore, codec: SegmentCodec, info: SegmentInfo) -> 
 
 
 def read_transcripts(
-    store: ObjectStore, codec: SegmentCodec, ledger: Ledger, entries: Iterable[Entry]
+    store: ObjectStore, codec: SegmentCodec, ledger: Ledger, entries: Iterable[Entry], *, columns: bool = True
 ) -> dict[CallId, Transcript]:
-    """Requests and tokens of `entries`. Raises Damaged (or kin) at the first thing that does not check."""
+    """Requests and tokens of `entries`. Raises Damaged (or kin) at the first thing that does not check.
+
+    `columns`: whether wide columns are wanted; they may be many times the size of the rest.
+    """
     wanted: dict[str, list[tuple[Entry, ChunkRef | None]]] = defaultdict(list)
     entries = list(entries)
     for entry in entries:
@@ -76,12 +95,14 @@ def read_transcripts(
             else:
                 chunks[entry.call_id][ref.start] = _chunk(records, entry, ref)
     return {
-        entry.call_id: assemble(requests[entry.call_id], [chunks[entry.call_id][c.start] for c in entry.chunks])
+        entry.call_id: assemble(
+            requests[entry.call_id], [chunks[entry.call_id][c.start] for c in entry.chunks], columns=columns
+        )
         for entry in entries
     }
 
 
-def assemble(request: Request, chunks: list[Chunk]) -> Transcript:
+def assemble(request: Request, chunks: list[Chunk], *, columns: bool = True) -> Transcript:
     """Contiguous chunks of one call, in order, as one transcript."""
     spans: list[tuple[int, int, PolicyVersion]] = []
     for chunk in chunks:
@@ -99,7 +120,29 @@ def assemble(request: Request, chunks: list[Chunk]) -> Transcript:
         token_ids=np.concatenate(ids) if ids else np.zeros(0, np.int32),
         logprobs=np.concatenate(lps) if lps else np.zeros(0, np.float32),
         version_spans=tuple(spans),
+        columns=_joined_columns(chunks) if columns else {},
     )
+
+
+def _joined_columns(chunks: list[Chunk]) -> dict[str, tuple[ColumnRun, ...]]:
+    runs: dict[str, list[list[tuple[int, Array]]]] = {}
+    for chunk in chunks:
+        for name in sorted(chunk.columns):
+            values, known = chunk.columns[name], runs.setdefault(name, [])
+            if known and _goes_on(*known[-1][-1], chunk.start, values):
+                known[-1].append((chunk.start, values))
+            else:
+                known.append([(chunk.start, values)])
+    return {
+        name: tuple(ColumnRun(run[0][0], np.concatenate([values for _, values in run])) for run in runs[name])
+        for name in sorted(runs)
+    }
+
+
+def _goes_on(start: int, values: Array, next_start: int, next_values: Array) -> bool:
+    """Whether the second stretch of a column is joined to the first."""
+    same = values.dtype == next_values.dtype and values.shape[1:] == next_values.shape[1:]
+    return same and start + values.shape[0] == next_start
 
 
 def _record(records: list[Record], at: RecordRef, where: str) -> Record:

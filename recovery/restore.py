@@ -201,7 +201,7 @@ def _verify(
     wrong = missing_segments(store, {key: ledger.segment(key) for key in ledger.segments_in_use()})
     if wrong:
         raise wrong[0]
-    return loaded, read_transcripts(store, segments, ledger, (e for e in ledger if e.state == OPEN))
+    return loaded, read_transcripts(store, segments, ledger, (e for e in ledger if e.state == OPEN), columns=False)
 
 
 def restore(
@@ -244,7 +244,7 @@ def restore(
     )
     open_entries = [entry for entry in ledger if entry.state == OPEN]
     if adoption.segments:
-        transcripts = read_transcripts(store, segments, ledger, open_entries)
+        transcripts = read_transcripts(store, segments, ledger, open_entries, columns=False)
     else:
         transcripts = chosen.transcripts
     snapshot_id = publication.log.tail + 1

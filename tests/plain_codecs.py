@@ -61,6 +61,7 @@ def _record_as_json(record: Record) -> dict[str, Any]:
                 "logprobs": None if record.logprobs is None else _pack(record.logprobs),
                 "mask": _pack(record.mask),
                 "version": [record.version.lineage, record.version.number],
+                "wide": {name: [v.dtype.name, v.shape, _pack(v)] for name, v in record.columns.items()},
             }
         case Ended():
             return {
@@ -101,6 +102,7 @@ def _record_from_json(value: dict[str, Any]) -> Record:
         logprobs=None if value["logprobs"] is None else _unpack(value["logprobs"], np.float32),
         mask=_unpack(value["mask"], np.bool_),
         version=PolicyVersion(*value["version"]),
+        columns={name: _unpack(text, dtype).reshape(shape) for name, (dtype, shape, text) in value["wide"].items()},
     )
 
 

@@ -64,6 +64,40 @@ def test_a_call_without_tokens_has_an_empty_transcript() -> None:
     assert assemble(request("a"), []).token_ids.dtype == np.int32
 
 
+def test_wide_columns_are_joined_where_they_go_on_and_never_filled_in() -> None:
+    store, ledger = MemoryStore(), Ledger()
+    ids = np.arange(12, dtype=np.int32).reshape(6, 2)
+    ever = np.array([np.nan, -0.0, -np.inf, 1e-45, 1, 2, 3], np.float32)
+    pieces: list[dict[str, np.ndarray]] = [
+        {"ever": ever[:2], "ids": ids[:2]},  # [0, 2)
+        {"ever": ever[2:4], "ids": ids[2:4], "late": np.array([True, False])},  # [2, 4)
+        {"ever": ever[4:5]},  # [4, 5): no ids
+        {"ever": ever[5:6], "ids": ids[4:5]},  # [5, 6)
+        {"ever": ever[6:], "ids": ids[5:].astype(np.int64)},  # [6, 7): of another type
+    ]
+    records: list[Record] = [opened("a")]
+    at = 0
+    for columns in pieces:
+        n = len(columns["ever"])
+        records.append(chunk("a", at, [7] * n, columns=columns))
+        at += n
+    for flush, part in enumerate((records[:3], records[3:]), 1):
+        stored(store, ledger, part, flush)
+    found = read_transcripts(store, CODEC, ledger, list(ledger))[name("a")]
+    assert list(found.columns) == ["ever", "ids", "late"]
+    (whole,) = found.columns["ever"]
+    assert (whole.start, whole.stop) == (0, 7) == (0, len(found.token_ids))
+    assert whole.values.tobytes() == ever.tobytes() and whole.values.dtype == np.float32
+    assert [(run.start, run.stop, run.values.dtype.name) for run in found.columns["ids"]] == [
+        (0, 4, "int32"),
+        (5, 6, "int32"),
+        (6, 7, "int64"),
+    ]
+    assert found.columns["ids"][0].values.tolist() == ids[:4].tolist()
+    assert [(run.start, run.values.tolist()) for run in found.columns["late"]] == [(2, [True, False])]
+    assert read_transcripts(store, CODEC, ledger, list(ledger), columns=False)[name("a")].columns == {}
+
+
 def test_only_the_wanted_calls_segments_are_read(world: tuple) -> None:
     store, ledger, _ = world
     counting = CountingStore(store)

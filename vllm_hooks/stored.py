@@ -53,7 +53,7 @@ class StoredCalls:
             return {}
         ledger = self._ledger
         entries = [entry for entry in map(ledger.get, call_ids) if entry is not None]
-        return read_transcripts(self._opened.store, self._opened.segments, ledger, entries)
+        return read_transcripts(self._opened.store, self._opened.segments, ledger, entries, columns=False)
 
     def check_not_fenced(self) -> None:
         """Raise Fenced if a newer coordinator took over. One small read."""

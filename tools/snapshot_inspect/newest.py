@@ -122,7 +122,7 @@ def check(store: ObjectStore, codecs: Codecs, snapshot: Snapshot, collected: Col
     wrong = missing_segments(store, {key: ledger.segment(key) for key in ledger.segments_in_use()})
     if wrong:
         raise wrong[0]
-    read_transcripts(store, segments, ledger, (entry for entry in ledger if entry.state == OPEN))
+    read_transcripts(store, segments, ledger, (entry for entry in ledger if entry.state == OPEN), columns=False)
     return loaded
 
 
