@@ -59,13 +59,13 @@ def find_tail(store: ObjectStore, *, trust_hint: bool = True) -> int:
     """
     tail = _hinted(store) if trust_hint else None
     if tail is None or not slot_exists(store, tail):
-        tail = _listed_tail(store)
+        tail = listed_tail(store)
     while slot_exists(store, tail + 1):
         tail += 1
     return tail
 
 
-def _listed_tail(store: ObjectStore) -> int:
+def listed_tail(store: ObjectStore) -> int:
     """The largest listed number that is a slot: it follows another, or it reads as one. A stray file is neither."""
     numbers = {n for n in (log.seq_of_key(item.key) for item in store.list(log.PREFIX)) if n}
     for number in sorted(numbers, reverse=True):

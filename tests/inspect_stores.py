@@ -34,7 +34,7 @@ from recovery.slots import SlotLog
 from recovery.snapshots import make_root
 from recovery.staging import Staged, Stager
 from storage_backends.arrow_ledger import ArrowLedgerCodec
-from storage_backends.arrow_segments import ArrowSegmentCodec
+from storage_backends.codecs import CodecName, MixedSegmentCodec
 from storage_backends.local import LocalStore
 from storage_backends.memory import MemoryStore
 from tests.fakes import ManualClock, SeededEntropy
@@ -50,7 +50,15 @@ A0, A1 = PolicyVersion("a", 0), PolicyVersion("a", 1)
 class Job:
     """One process of a job, from its claim on; a second one on the same store is the first one after a crash."""
 
-    def __init__(self, store: ObjectStore, life: int = 1, *, keep: int = 2, must: Mapping[str, Any] = MUST) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        life: int = 1,
+        *,
+        keep: int = 2,
+        must: Mapping[str, Any] = MUST,
+        codec: CodecName = "arrow",
+    ) -> None:
         self.store = store
         self.clock = ManualClock(BEGIN_UTC + 3600.0 * (life - 1))
         self._table = CallTable()
@@ -58,7 +66,7 @@ class Job:
         self._flush: Future[RecoveryError | None] | None = None
         self._states = {"job": compatibility_record(must, RECORDED)}
         entropy = SeededEntropy(f"life {life}")
-        segments, ledgers = ArrowSegmentCodec(), ArrowLedgerCodec()
+        segments, ledgers = MixedSegmentCodec(codec), ArrowLedgerCodec()
         make_root(store, entropy)
         log = SlotLog(store, self.clock, entropy, f"host-a pid {life}")
         log.claim()
@@ -155,17 +163,17 @@ def empty(store: ObjectStore) -> None:
     make_root(store, SeededEntropy("life 1"))
 
 
-def one_snapshot(store: ObjectStore) -> Job:
+def one_snapshot(store: ObjectStore, codec: CodecName = "arrow") -> Job:
     """A restore's first snapshot of nothing is snapshot 2; snapshot 3 has one open call."""
-    job = Job(store)
+    job = Job(store, codec=codec)
     say(job.open("p-1"), 7, 8, 9)
     assert job.snapshot() == 3
     return job
 
 
-def several(store: ObjectStore) -> Job:
+def several(store: ObjectStore, codec: CodecName = "arrow") -> Job:
     """Snapshots 2, 3, 4 and 5: calls that go on, one that ends, two policy versions, a base and deltas."""
-    job = Job(store, keep=8)
+    job = Job(store, keep=8, codec=codec)
     first, second = job.open("p-1"), job.open("p-2", (1, 9), sampling={"max_tokens": 4}, extra={"row": 2})
     say(first, 7, 8, 9)
     say(second, 4, 4)
@@ -181,9 +189,9 @@ def several(store: ObjectStore) -> Job:
     return job
 
 
-def crashed(store: ObjectStore) -> None:
+def crashed(store: ObjectStore, codec: CodecName = "arrow") -> None:
     """`several`, then two flushes that no snapshot names: three tokens of p-1 and the call p-3 are adoptable."""
-    job = several(store)
+    job = several(store, codec)
     first = job.calls["p-1"]
     say(first, 14, 15, version=A1)
     job.flush()
@@ -193,10 +201,14 @@ def crashed(store: ObjectStore) -> None:
     job.close()
 
 
-def carried_on(store: ObjectStore) -> Job:
-    """`crashed`, then a second life that carries on: adoption 7, snapshot 8 with a resume and a restart in it."""
-    crashed(store)
-    job = Job(store, 2, keep=8)
+def carried_on(store: ObjectStore, *codecs: CodecName) -> Job:
+    """`crashed`, then a second life that carries on: adoption 7, snapshot 8 with a resume and a restart in it.
+
+    `codecs`: those of the two lives.
+    """
+    first, second = codecs or ("arrow", "arrow")
+    crashed(store, first)
+    job = Job(store, 2, keep=8, codec=second)
     live = job.carry_on()
     say(live["p-1"], 17, version=A1)
     say(live["p-10"], 4, 4)

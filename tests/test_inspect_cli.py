@@ -79,7 +79,7 @@ def test_no_argument_shows_the_useful_screen(
     monkeypatch.chdir(folder)
     assert cli.main([]) == 0
     out = capsys.readouterr().out
-    assert "This folder is a store:" in out and "snapshot  5" in out
+    assert "This folder is a store:" in out and "snapshot     5" in out
     (tmp_path / "format.json").write_text('{"format": "prefix-recovery", "version": 7}')
     monkeypatch.chdir(tmp_path)
     assert cli.main([]) == 0

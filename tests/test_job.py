@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from prefix_recovery import prompts as prompts_module
+from prefix_recovery import saving
 from prefix_recovery.cli import main
 from prefix_recovery.interrupted import Comparison, compare
 from prefix_recovery.output_lock import OutputLock
@@ -30,8 +31,10 @@ from prefix_recovery.results import Results, write_errors
 from prefix_recovery.rows import json_number, make_row
 from prefix_recovery.tally import read_tally
 from recovery.config import job_schema
-from recovery.errors import ConfigError, InputError, Locked, StoreFull
+from recovery.errors import ConfigError, InputError, Locked, StoreFull, StoreUnavailable
 from recovery.model import PolicyVersion, Request, Restarted, Resumed
+from recovery.restore import PassedOver, Restored
+from recovery.staging import StagingCounters
 from tests.job_files import write_job, write_lines
 
 # ---- prompts -------------------------------------------------------------------------------------------------------
@@ -525,6 +528,44 @@ def test_progress_in_a_log_file(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert lines[2] == "no result for p-0: too long" and len(lines) == 22
     Progress(1, 0, lambda: 0, quiet=True).say("not seen")
     assert capsys.readouterr().err == ""
+
+
+def test_the_operator_is_told_what_a_restore_did_not_take() -> None:
+    """Garbage that stays, and records of later segments that do not fit."""
+    restored = Restored(
+        snapshot=4,
+        published=7,
+        passed_over=[PassedOver("snapshot 5", "seg/x is missing")],
+        adopted_segments=2,
+        adopted_tokens=9,
+        rejected={"the call has ended": 1, "the call is unknown": 3},
+        calls=[],
+        states={},
+        uncollected=StoreUnavailable("the store did not answer"),
+    )
+    assert list(saving.restored_lines(restored, 3, 120)) == [
+        "passed over snapshot 5: seg/x is missing",
+        "continuing from snapshot 4, 2 later segments, as snapshot 7: 3 calls in flight, 120 tokens of them kept",
+        "1 record of the later segments did not fit and is not used: the call has ended",
+        "3 records of the later segments did not fit and are not used: the call is unknown",
+        "garbage of earlier runs stays for a later run to collect: the store did not answer",
+    ]
+    fresh = Restored(None, 2, [], 0, 0, {}, [], {})
+    assert list(saving.restored_lines(fresh, 0, 0)) == []
+
+
+def test_the_operator_is_told_what_waits_and_what_was_not_stored() -> None:
+    counters = StagingCounters(flushes=7, skipped=2, failures=3, backlog_records=12, last_failure="no space left")
+    assert saving.waiting_line("no space left", 12) == (
+        "not saved, kept for the next try (decoding goes on) (12 records wait to be stored): no space left"
+    )
+    assert "wait" not in saving.waiting_line("the hold was not given", 0)
+    assert list(saving.closing_lines(counters, {"the call has ended": 2})) == [
+        "2 records that were stored did not fit and are not used: the call has ended",
+        "stored 7 segments; 2 periodic flushes were skipped while another was being written, 3 failed",
+        "12 records could not be stored and end with this process: no space left",
+    ]
+    assert list(saving.closing_lines(StagingCounters(flushes=7), {})) == []
 
 
 def test_a_tally_outlives_its_process(tmp_path: Path) -> None:

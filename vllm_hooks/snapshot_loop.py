@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from recovery.coordinator import Attempt, Coordinator
 from recovery.protocol import Verdict
@@ -67,6 +67,11 @@ class SnapshotLoop:
             self._wake.notify_all()
         self._thread.join(wait_s + JOIN_SLACK_S)
         return self._last
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """Records that were stored and did not fit the ledger, by reason."""
+        return self._coordinator.rejected
 
     @property
     def running(self) -> bool:

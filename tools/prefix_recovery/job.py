@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prefix_recovery import saving
 from prefix_recovery.dispatch import Dispatch, Outcome, first_stop
 from prefix_recovery.engine import Engine, set_environment
 from prefix_recovery.output_lock import OutputLock
@@ -162,14 +163,9 @@ class _Run:
                 f"capture by {'reading the front end' if parity.pull_agrees else 'streaming'}"
             )
         counters = session.counters
-        for item in restored.passed_over if restored else ():
-            progress.say(f"passed over {item.what}: {item.reason}")
-        if restored is not None and (restored.snapshot is not None or restored.adopted_segments):
-            progress.say(
-                f"continuing from snapshot {restored.snapshot or 'none'}, {restored.adopted_segments} later segments, "
-                f"as snapshot {restored.published}: "
-                f"{counters.calls_restored} calls in flight, {counters.tokens_reused} tokens of them kept"
-            )
+        if restored is not None:
+            for line in saving.restored_lines(restored, counters.calls_restored, counters.tokens_reused):
+                progress.say(line)
         for difference in session.opened.changed if session.opened is not None else ():
             progress.say(f"changed since the last run, so that resumes claim no more than statistical: {difference}")
         return session
@@ -201,6 +197,9 @@ class _Run:
         self._last = await session.stop(
             timeout_s=None if self._signal is None else self._config.rollout_checkpointing.grace_s
         )
+        if session.capturing:
+            for line in saving.closing_lines(session.stager.counters, session.snapshots.rejected):
+                progress.say(line)
         if session.failure is not None:
             raise session.failure
         self._captures = session.capturing
@@ -228,5 +227,5 @@ async def _tick(progress: Progress, session: RecoverySession) -> None:
         progress.tick()
         n, what = session.trouble
         if n > seen and what != said:
-            progress.say(f"not saved, kept for the next try (decoding goes on): {what}")
+            progress.say(saving.waiting_line(what, session.stager.counters.backlog_records))
         seen, said = n, what if n > seen else ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -133,9 +133,9 @@ def store_row(name: str, address: str, found: Newest | RecoveryError, now: float
     if isinstance(found, Newest):
         shown = _snapshot(found.snapshot.slot, now)
         fields = {key: shown[key] for key in ("utc", "age_s", "epoch", "counts")}
-        passed_over = bool(found.passed_over)
-        error = f"{found.passed_over[0].what}: {found.passed_over[0].error.message}" if passed_over else None
-        return {**row, "latest": found.snapshot.id, **fields, "error": error, "exit_code": int(passed_over)}
+        wrong = [f"{item.what}: {item.error.message}" for item in found.passed_over] + found.problems
+        error = wrong[0] if wrong else None
+        return {**row, "latest": found.snapshot.id, **fields, "error": error, "exit_code": found.exit_code}
     nothing = {"latest": None, "utc": None, "age_s": None, "epoch": None, "counts": None}
     return {**row, **nothing, "error": found.message, "exit_code": found.exit_code}
 
@@ -145,6 +145,7 @@ def latest(place: Place, found: Newest, now: float) -> Document:
     return {
         "store": place.address,
         **_snapshot(found.snapshot.slot, now),
+        **({} if found.counts is None else {"counts": asdict(found.counts)}),
         "tail": found.position.tail,
         "newer": [_slot(slot, now) for slot in found.newer],
         "passed_over": [
@@ -152,9 +153,24 @@ def latest(place: Place, found: Newest, now: float) -> Document:
             for item in found.passed_over
         ],
         "checked": found.adoption is not None,
+        "vouched": found.vouched,
+        "problems": found.problems,
+        "unchecked": list(_unchecked(found)),
         "adoption": None if found.adoption is None else _adoption(found.adoption),
         "notes": [note] if note else [],
     }
+
+
+def _unchecked(found: Newest) -> Iterator[str]:
+    """What a forged or damaged store could still hide behind this answer."""
+    if found.counts is None:
+        if not found.vouched:
+            yield "the figures and words of the newest log entry, which nothing but itself vouches for"
+        yield "the bytes of ledger and states, every segment"
+        return
+    if not found.vouched:
+        yield "time, owner and cause of the newest log entry, which nothing but itself vouches for"
+    yield "the tokens of ended calls"
 
 
 def show(place: Place, snapshot: Snapshot, newest_id: int, previous: Snapshot | None, now: float) -> Document:

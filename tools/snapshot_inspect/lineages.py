@@ -16,16 +16,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from recovery.errors import Damaged, FormatNotUnderstood
 from recovery.ledger import Ledger
-from recovery.log import slot_key
 from recovery.model import BatchInfo, CallId, ChunkRef, Identity, LedgerRow, SegmentInfo
 from recovery.ports import LedgerCodec, ObjectStore
 from recovery.snapshots import MAX_DEPTH, LedgerObject, ObjectRef, Snapshot, get_object
 from snapshot_inspect.findings import INCONSISTENT, Problem
+from snapshot_inspect.statements import contradictions
 
 
 class Replay(Ledger):
@@ -137,7 +137,7 @@ class Lineages:
                 item = lineage.objects[position]
                 fresh.update(self._note(replay, item.rows))
                 for snapshot in standing:
-                    yield from ((snapshot, wrong) for wrong in _contradictions(snapshot, replay, position))
+                    yield from ((snapshot, wrong) for wrong in contradictions(snapshot, replay.counts(), position))
                 if standing:
                     needed = fresh & replay.segments_in_use()
                     self.segments.update((key, replay.segment(key)) for key in needed)
@@ -194,17 +194,6 @@ def _positions(lineage: Lineage) -> Iterator[tuple[int, Replay, Problem | None]]
             except Damaged as error:
                 problem = Problem(item.ref.key, INCONSISTENT, f"{item.ref.key}: {error.message}", error.hint)
         yield position, replay, problem
-
-
-def _contradictions(snapshot: Snapshot, ledger: Ledger, position: int) -> Iterator[Problem]:
-    """Where the log entry says something else than the ledger that it names, or nothing."""
-    key, body = slot_key(snapshot.id), snapshot.slot.body
-    counts = body.get("counts")
-    stated = {**(counts if isinstance(counts, dict) else {}), "depth": body.get("depth")}
-    for name, value in {"depth": position, **asdict(ledger.counts())}.items():
-        if stated.get(name) != value:
-            says = f"states {name} {stated[name]!r:.40}" if name in stated else f"states no {name}"
-            yield Problem(key, INCONSISTENT, f"{key} {says}; its ledger {snapshot.ledger.key} has {value}")
 
 
 def _segment(value: Any) -> SegmentInfo:

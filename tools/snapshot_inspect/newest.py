@@ -5,7 +5,8 @@ Does not know: the job's own fingerprint (a restore compares it as well), how th
 
 Invariants:
 1. The answer is that of recovery.restore.choose without a fingerprint; the tests compare the two.
-2. Without `codecs` no ledger, state or segment is read.
+2. Without `codecs` no ledger, state or segment is read. What the newest log entry says of itself is then only held
+   against the names that are listed.
 3. Adoption is tried on a ledger in memory by recovery.adoption itself, one segment at a time; nothing is written.
 """
 
@@ -19,12 +20,13 @@ from recovery import garbage
 from recovery.adoption import adopt
 from recovery.errors import CannotRestore, CredentialsRefused, Damaged, FormatNotUnderstood, RecoveryError
 from recovery.layout import SEGMENTS
-from recovery.ledger import Ledger
+from recovery.ledger import Counts, Ledger
 from recovery.log import Slot
 from recovery.model import OPEN
 from recovery.ports import LedgerCodec, Listed, ObjectStore, Put, SegmentCodec
 from recovery.reading import missing_segments, read_transcripts
 from recovery.snapshots import Loaded, Snapshot, load
+from snapshot_inspect.statements import contradictions, job_problem, unsupported
 from snapshot_inspect.survey import Position, Unreadable, nothing_published, walk
 
 Codecs = tuple[SegmentCodec, LedgerCodec]
@@ -51,13 +53,24 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The answer. `adoption` is None if it was not asked for."""
+    """The answer.
+
+    `vouched`: a later entry of the log names the hash of this one. `problems`: what contradicts the entry, and what it
+    names and is not there. `adoption` and `counts` (those of the ledger itself) are None if no ledger was read.
+    """
 
     snapshot: Snapshot
     position: Position
     newer: list[Slot]
     passed_over: list[PassedOver]
+    vouched: bool
+    problems: list[str]
     adoption: Adopted | None = None
+    counts: Counts | None = None
+
+    @property
+    def exit_code(self) -> int:
+        return Damaged.exit_code if self.passed_over or self.problems else 0
 
 
 def newest(store: ObjectStore, at: Position, codecs: Codecs | None = None) -> Newest:
@@ -68,9 +81,10 @@ def newest(store: ObjectStore, at: Position, codecs: Codecs | None = None) -> Ne
     newer: list[Slot] = []
     passed_over = [] if at.gap is None else [PassedOver(at.gap.seq, f"log slot {at.gap.seq}", at.gap.error)]
     collected: set[str] = set()
-    adopts = True
+    adopts, vouched = True, False
     for found in walk(store, at.tail):
         if isinstance(found, Unreadable):
+            vouched = False
             if isinstance(found.error, FormatNotUnderstood):
                 raise found.error
             passed_over.append(PassedOver(found.seq, f"log slot {found.seq}", found.error))
@@ -82,18 +96,30 @@ def newest(store: ObjectStore, at: Position, codecs: Codecs | None = None) -> Ne
                 collected |= garbage.intended(store, slot)
             elif slot.kind == "snapshot":
                 snapshot = Snapshot.from_slot(slot)
-                adoption = None
-                if codecs is not None:
-                    loaded = check(store, codecs, snapshot, collected)
-                    adoption = _adoption(store, codecs[0], loaded, collected) if adopts else Adopted()
-                return Newest(snapshot, at, newer[::-1], passed_over, adoption)
+                if codecs is None:
+                    problems = list(unsupported(store, snapshot, vouched=vouched))
+                    return Newest(snapshot, at, newer[::-1], passed_over, vouched, problems)
+                loaded = check(store, codecs, snapshot, collected)
+                counts, problems = loaded.ledger.counts(), _contradicted(loaded)
+                adoption = _adoption(store, codecs[0], loaded, collected) if adopts else Adopted()
+                return Newest(snapshot, at, newer[::-1], passed_over, vouched, problems, adoption, counts)
         except CredentialsRefused:
             raise  # says nothing about the snapshot, and stops a restore too
         except (Damaged, CannotRestore) as error:
             adopts = adopts and slot.kind != "gc"
             passed_over.append(PassedOver(slot.seq, what, error))
         newer.append(slot)
+        vouched = True
     raise _none(passed_over)
+
+
+def _contradicted(loaded: Loaded) -> list[str]:
+    """What a snapshot that was read says wrongly of itself. A restore does not look at that."""
+    snapshot, job = loaded.snapshot, loaded.states.get("job")
+    problems = list(contradictions(snapshot, loaded.ledger.counts(), len(loaded.objects) - 1))
+    if job is not None and (wrong := job_problem(snapshot, snapshot.states["job"].key, job)) is not None:
+        problems.append(wrong)
+    return [problem.message for problem in problems]
 
 
 def _none(passed_over: list[PassedOver]) -> RecoveryError:

@@ -112,6 +112,22 @@ def strangers(store: ObjectStore) -> Strangers:
     return Strangers(sorted(names), unfinished)
 
 
+def in_the_way(store: ObjectStore, key: str) -> str:
+    """What kind of thing has the name of `key` in a local store and is no object; empty if nothing does."""
+    root = _path(store)
+    if not root:
+        return ""
+    path = os.path.join(root, key)
+    with told("look at", path):
+        try:
+            mode = os.lstat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+    if stat.S_ISREG(mode):
+        return ""
+    return "a folder" if stat.S_ISDIR(mode) else "a symbolic link" if stat.S_ISLNK(mode) else "a special file"
+
+
 def _files(root: str) -> Iterator[tuple[str, int]]:
     """Everything below `root` that is no folder, as (path from there, mode); what vanishes meanwhile is left out."""
     for folder, folders, files in os.walk(root):

@@ -54,10 +54,13 @@ def check_segment(store: ObjectStore, codec: SegmentCodec, info: SegmentInfo, us
     except (Damaged, FormatNotUnderstood) as error:
         checked.problems.append(Problem.of(info.key, error, affected(uses)))
         return checked
+    first = 0
     for number, batch in enumerate(info.batches):
         if crc32c(data[batch.offset : batch.offset + batch.length]) != batch.crc32c:
             message = f"{info.key}: batch {number} does not have the crc32c that the ledger states"
-            checked.problems.append(Problem(info.key, MISMATCH, message))
+            hurt = affected(use for use in uses if first <= use.index < first + batch.n_records)
+            checked.problems.append(Problem(info.key, MISMATCH, message, affected=hurt))
+        first += batch.n_records
     for use in uses:
         if reason := _wrong(records, use):
             checked.problems.append(Problem(info.key, reason[0], f"{info.key}: {reason[1]}", affected=affected([use])))

@@ -6,7 +6,8 @@ Does not know: ledgers, segments, whether a snapshot is sound.
 Invariants:
 1. The slots are read newest first and by the rules of recovery.slots: an entry that the next one does not name is not
    used. Other than there, a slot that is not understood does not end the walk; whoever walks decides.
-2. The log alone is read.
+2. The tail is the one that a claim finds: by a listing of the whole log, whatever the hint says.
+3. The log alone is read.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from recovery import log
 from recovery.errors import ConfigError, Damaged, FormatNotUnderstood, NothingPublished, ObjectMissing
 from recovery.log import Slot
 from recovery.ports import ObjectStore
-from recovery.slots import Read, find_tail, read_slot, slot_exists
+from recovery.slots import Read, find_tail, listed_tail, read_slot, slot_exists
 from recovery.snapshots import Snapshot
+from snapshot_inspect.places import in_the_way
 from storage_backends.keys import is_key
 
 _PUT_BACK = "slots are never deleted: put it back from a copy of the store"
+_MOVE_AWAY = "move it away, and put the slot back if a copy of the store has it; until then nothing can be published"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,12 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the log ends. `beyond`: slots above a number that is missing."""
+    """Where the log ends. `beyond`: slots above a missing number; `blocked`: why the next one cannot be made."""
 
     tail: int
     hint: Hint
     beyond: tuple[int, ...] = ()
+    blocked: Unreadable | None = None
 
     @property
     def top(self) -> int:
@@ -69,20 +73,43 @@ class Position:
 
     @property
     def gap(self) -> Unreadable | None:
-        if not self.beyond:
-            return None
+        """What stands in the way of a slot above the tail."""
+        if self.blocked is not None or not self.beyond:
+            return self.blocked
         first = self.tail + 1
         return Unreadable(first, _missing(first, self.beyond[0] - 1, f", and slots up to {self.beyond[-1]} exist"))
 
 
 def position(store: ObjectStore) -> Position:
-    """The tail that a restore finds, and whether the log goes on behind it."""
+    """The tail that a claim finds, and whether the log goes on behind it."""
     while True:
-        tail = find_tail(store)
+        tail = _tail(store)
         listed = (log.seq_of_key(item.key) for item in store.list(log.PREFIX, log.slot_key(tail + 1)))
         beyond = sorted(seq for seq in listed if seq is not None)
-        if not beyond or not slot_exists(store, tail + 1):  # else: a job that is running got on meanwhile
-            return Position(tail, _hint(store, tail), tuple(beyond))
+        if not beyond or not _exists(store, tail + 1):  # else: a job that is running got on meanwhile
+            return Position(tail, _hint(store, tail), tuple(beyond), _blocked(store, tail + 1))
+
+
+def _tail(store: ObjectStore) -> int:
+    try:
+        return find_tail(store, trust_hint=False)
+    except Damaged:  # a link has the name of the slot after it: see _blocked
+        return listed_tail(store)
+
+
+def _exists(store: ObjectStore, seq: int) -> bool:
+    try:
+        return slot_exists(store, seq)
+    except Damaged:
+        return False
+
+
+def _blocked(store: ObjectStore, seq: int) -> Unreadable | None:
+    """What lies where slot `seq` belongs and is no object: a listing passes over it, and nobody can create the slot."""
+    what = in_the_way(store, log.slot_key(seq))
+    if not what:
+        return None
+    return Unreadable(seq, Damaged(f"{log.slot_key(seq)} is {what}, not a file", hint=_MOVE_AWAY))
 
 
 def _hint(store: ObjectStore, tail: int) -> Hint:
@@ -97,7 +124,7 @@ def _hint(store: ObjectStore, tail: int) -> Hint:
     if said <= tail:
         return Hint("current" if said == tail else "behind", said)
     key = log.slot_key(said)
-    return Hint("current" if is_key(key) and slot_exists(store, said) else "dangling", said)
+    return Hint("current" if is_key(key) and _exists(store, said) else "dangling", said)
 
 
 def walk(store: ObjectStore, top: int) -> Iterator[Found]:

@@ -46,7 +46,7 @@ def list_(args: Namespace, now: float) -> Answer:
     place = open_place(args.store)
     at = position(place.store)
     ledger_keys = {item.key for item in place.store.list("ledger/")}
-    found: list[Snapshot | Unreadable] = []
+    found: list[Snapshot | Unreadable] = [] if at.blocked is None else [at.blocked]
     n = 0
     for item in snapshots(place.store, at.top):
         found.append(item)
@@ -89,8 +89,7 @@ def latest(args: Namespace, now: float) -> Answer:
     codecs = (segment_codec(), ledger_codec()) if args.check else None
     found = newest(place.store, position(place.store), codecs)
     document = documents.latest(place, found, now)
-    code = Damaged.exit_code if found.passed_over else 0
-    return Answer(code, [document], lambda screen: views.latest(screen, document))
+    return Answer(found.exit_code, [document], lambda screen: views.latest(screen, document))
 
 
 def _notes(choice: Choice) -> tuple[str, ...]:

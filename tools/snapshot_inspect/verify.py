@@ -12,11 +12,9 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from recovery.codec import fingerprint
 from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood, ObjectMissing
 from recovery.layout import SEGMENTS
 from recovery.log import Slot, slot_key
@@ -24,13 +22,14 @@ from recovery.ports import LedgerCodec, SegmentCodec
 from recovery.slots import Read
 from recovery.snapshots import MAX_JSON_BYTES, ObjectRef, Snapshot, get_object
 from snapshot_inspect.collected import Collected
-from snapshot_inspect.findings import INCONSISTENT, MISSING, NOT_UNDERSTOOD, Finding, Problem
+from snapshot_inspect.findings import MISSING, NOT_UNDERSTOOD, Finding, Problem
 from snapshot_inspect.leftovers import Leftovers, is_foreign, unreferenced
 from snapshot_inspect.lineages import Lineages
 from snapshot_inspect.newest import Adopted, would_adopt
 from snapshot_inspect.places import Place, strangers
 from snapshot_inspect.progress import Progress, Silent
 from snapshot_inspect.segments import affected, check_segment
+from snapshot_inspect.statements import job_problem
 from snapshot_inspect.survey import Position, Unreadable, position, walk
 from snapshot_inspect.verdict import COLLECTED, SOUND, Status, judge
 
@@ -113,6 +112,8 @@ class _Work:
     # ---- the log ---------------------------------------------------------------------------------------------------
 
     def read_log(self) -> None:
+        if (blocked := self._at.blocked) is not None:
+            self._log.append(Problem.of(slot_key(blocked.seq), blocked.error))
         for found in walk(self._store, self._at.top):
             if isinstance(found, Unreadable):
                 self._log.append(Problem.of(slot_key(found.seq), found.error))
@@ -161,7 +162,7 @@ class _Work:
         state = self._states[ref]
         if isinstance(state, Problem):
             return state
-        return _job_problem(snapshot, ref.key, state) if name == "job" else None
+        return job_problem(snapshot, ref.key, state) if name == "job" else None
 
     # ---- the bytes of segments -------------------------------------------------------------------------------------
 
@@ -227,15 +228,3 @@ class _Work:
         return would_adopt(
             self._store, self._codec, ledger, epoch=base.slot.epoch, flushed=flushed, collected=collected
         )
-
-
-def _job_problem(snapshot: Snapshot, key: str, data: bytes) -> Problem | None:
-    """What is wrong with the compatibility record, of which the log entry has the fingerprint."""
-    try:
-        stands_for = fingerprint(dict(json.loads(data)["must"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        return Problem.of(key, Damaged(f"{key} is no compatibility record: {error}"))
-    if snapshot.slot.body.get("fingerprint") == stands_for:
-        return None
-    message = f"{slot_key(snapshot.id)} does not have the fingerprint of its job's record {key}"
-    return Problem(slot_key(snapshot.id), INCONSISTENT, message)

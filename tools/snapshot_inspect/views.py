@@ -87,11 +87,14 @@ def latest(screen: Screen, document: Document) -> None:
         facts.append(("newer slots", ", ".join(f"{slot['seq']} {slot['kind']}" for slot in document["newer"][:_MOST])))
     if document["checked"]:
         facts.append(("checked", "ledger, states, segments and the tokens of open calls, as a restore does"))
-        facts += _adoption_facts(document["adoption"])
     else:
-        facts.append(("checked", "the log only (--check verifies as a restore would)"))
+        facts.append(("checked", "the log, and that ledger and states are there (--check verifies as a restore would)"))
+    facts += [("not checked", what) for what in document["unchecked"]]
+    if document["checked"]:
+        facts += _adoption_facts(document["adoption"])
     facts += [("note", note) for note in document["notes"]]
     facts += [("passed over", f"{item['what']}: {item['reason']}") for item in document["passed_over"]]
+    facts += [("problem", problem) for problem in document["problems"]]
     screen.facts(facts)
 
 

@@ -1,0 +1,55 @@
+"""What a run tells its operator about what was and was not saved: lines for stderr.
+
+Owns: the words for what a restore found, for what waits to be stored, and for what was not stored in the end.
+Does not know: when a line is shown, the engine.
+
+Invariants:
+1. Everything that a restore or a coordinator counted as not taken is said, with its reason.
+2. Nothing is said of what went as it should, but what the operator needs to recognise the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from recovery.restore import Restored
+from recovery.staging import StagingCounters
+
+
+def restored_lines(restored: Restored, n_calls: int, n_tokens: int) -> Iterator[str]:
+    """What the restore found and did. `n_calls`, `n_tokens`: calls in flight, and tokens of them that are kept."""
+    for item in restored.passed_over:
+        yield f"passed over {item.what}: {item.reason}"
+    if restored.snapshot is not None or restored.adopted_segments:
+        yield (
+            f"continuing from snapshot {restored.snapshot or 'none'}, {restored.adopted_segments} later segments, "
+            f"as snapshot {restored.published}: {n_calls} calls in flight, {n_tokens} tokens of them kept"
+        )
+    yield from _rejected("of the later segments", restored.rejected)
+    if restored.uncollected is not None:
+        yield f"garbage of earlier runs stays for a later run to collect: {restored.uncollected.message}"
+
+
+def waiting_line(what: str, backlog_records: int) -> str:
+    """Said when something could not be saved. `what`: what the last failures said."""
+    waits = f" ({backlog_records} records wait to be stored)" if backlog_records else ""
+    return f"not saved, kept for the next try (decoding goes on){waits}: {what}"
+
+
+def closing_lines(staging: StagingCounters, rejected: Mapping[str, int]) -> Iterator[str]:
+    """At the end of a run. `rejected`: records that did not fit the ledger, by reason."""
+    yield from _rejected("that were stored", rejected)
+    if staging.skipped or staging.failures:
+        yield (
+            f"stored {staging.flushes} segments; {staging.skipped} periodic flushes were skipped while another was "
+            f"being written, {staging.failures} failed"
+        )
+    if staging.backlog_records:
+        yield (
+            f"{staging.backlog_records} records could not be stored and end with this process: {staging.last_failure}"
+        )
+
+
+def _rejected(which: str, rejected: Mapping[str, int]) -> Iterator[str]:
+    for reason, n in sorted(rejected.items()):
+        yield f"{n} record{'s' if n > 1 else ''} {which} did not fit and {'are' if n > 1 else 'is'} not used: {reason}"

@@ -1,0 +1,75 @@
+"""What a log entry says of its snapshot, held against the objects that it names and the entry before it.
+
+Owns: every comparison of the words in a snapshot's entry with something else.
+Does not know: which snapshot is wanted, what a contradiction means for a restore.
+
+No later entry vouches for the newest one (docs/format.md, section 6): what it says of itself may have been made up.
+
+Invariants:
+1. `unsupported` reads one slot and lists names; it reads no ledger, no state and no segment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from recovery.codec import fingerprint
+from recovery.errors import Damaged, FormatNotUnderstood
+from recovery.ledger import Counts
+from recovery.log import check_successor, slot_key
+from recovery.ports import ObjectStore
+from recovery.slots import read_slot
+from recovery.snapshots import Snapshot
+from snapshot_inspect.findings import INCONSISTENT, Problem
+
+
+def contradictions(snapshot: Snapshot, counts: Counts, depth: int) -> Iterator[Problem]:
+    """Where the log entry says something else than the ledger that it names, or nothing."""
+    key, body = slot_key(snapshot.id), snapshot.slot.body
+    said = body.get("counts")
+    stated = {**(said if isinstance(said, dict) else {}), "depth": body.get("depth")}
+    for name, value in {"depth": depth, **asdict(counts)}.items():
+        if stated.get(name) != value:
+            says = f"states {name} {stated[name]!r:.40}" if name in stated else f"states no {name}"
+            yield Problem(key, INCONSISTENT, f"{key} {says}; its ledger {snapshot.ledger.key} has {value}")
+
+
+def job_problem(snapshot: Snapshot, key: str, data: bytes) -> Problem | None:
+    """What is wrong with the compatibility record, of which the log entry has the fingerprint."""
+    try:
+        stands_for = fingerprint(dict(json.loads(data)["must"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return Problem.of(key, Damaged(f"{key} is no compatibility record: {error}"))
+    if snapshot.slot.body.get("fingerprint") == stands_for:
+        return None
+    message = f"{slot_key(snapshot.id)} does not have the fingerprint of its job's record {key}"
+    return Problem(slot_key(snapshot.id), INCONSISTENT, message)
+
+
+def unsupported(store: ObjectStore, snapshot: Snapshot, *, vouched: bool) -> Iterator[str]:
+    """What is seen without reading: an entry that does not follow the one before, objects that are not there."""
+    if not vouched and (broken := _broken_chain(store, snapshot)):
+        yield broken
+    for ref in (snapshot.ledger, *snapshot.states.values()):
+        nbytes = next((item.nbytes for item in store.list(ref.key) if item.key == ref.key), None)
+        if nbytes is None:
+            yield f"snapshot {snapshot.id}: {ref.key} is missing"
+        elif nbytes != ref.nbytes:
+            yield f"snapshot {snapshot.id}: {ref.key} has {nbytes} bytes, not {ref.nbytes}"
+
+
+def _broken_chain(store: ObjectStore, snapshot: Snapshot) -> str:
+    """Why the entry cannot follow the one before it; an earlier one that cannot be read says nothing."""
+    try:
+        before = read_slot(store, snapshot.id - 1) if snapshot.id > 1 else None
+    except (Damaged, FormatNotUnderstood):
+        return ""
+    if before is None:
+        return ""
+    try:
+        check_successor(before.slot, before.data, snapshot.slot)
+    except Damaged as error:
+        return f"{slot_key(snapshot.id)} was not written after the entry before it: {error.message}"
+    return ""
