@@ -1,0 +1,120 @@
+"""What a rollout generates: samples, their groups, and the version that decides whether a group is too old.
+
+Owns: the fields of a sample, its JSON form, and which version of a group is compared.
+Does not know: engines, when a sample is generated, what lag is allowed (staleness.py).
+
+Invariants:
+1. (A5) An attempt's pristine samples are never handed out: `copies` makes new ones every time.
+2. (A67) A finished sample carries the identity of the sample it was generated for, whatever object came back.
+3. (V1, V7) `loss_mask`, and `logprobs` if there are any, are as long as `token_ids`; spans cover exactly the
+   generated tokens, in order.
+4. (V11) A group's version is the oldest of its trainable tokens; without spans it is the version at its admission
+   (A53).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from recovery.model import PolicyVersion
+
+Span = tuple[int, int, str, int]
+"""Generated tokens [start, end) were sampled under (lineage, number)."""
+
+
+class MalformedSample(Exception):
+    """A generate function returned what is no finished group of its attempt."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One answer to one row. `row` is the caller's own; `request_id` names the engine call in every process.
+
+    `loss_mask`: 1 for a token that is trained on. `version_spans`: as the engine reported. `extra` is the caller's.
+    """
+
+    row_id: str
+    group_index: int
+    sample_index: int
+    request_id: str
+    row: dict[str, Any]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    version_spans: list[Span] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+    reward: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def copies(pristine: Sequence[Sample]) -> list[Sample]:
+    """New samples that share nothing with the pristine ones."""
+    return [deepcopy(sample) for sample in pristine]
+
+
+def finished(pristine: Sequence[Sample], returned: Any) -> tuple[Sample, ...]:
+    """What a generate function returned, as the finished samples of its attempt, identity stamped on.
+
+    Raises MalformedSample: not one Sample for each, or lengths that disagree.
+    """
+    if not isinstance(returned, Sequence) or len(returned) != len(pristine):
+        n = len(returned) if isinstance(returned, Sequence) else type(returned).__name__
+        raise MalformedSample(f"group {pristine[0].row_id!r} has {len(pristine)} samples, and {n} came back")
+    for sample, template in zip(returned, pristine, strict=True):
+        if not isinstance(sample, Sample):
+            raise MalformedSample(f"group {template.row_id!r}: {type(sample).__name__} came back instead of a Sample")
+        sample.row_id, sample.group_index = template.row_id, template.group_index
+        sample.sample_index, sample.request_id = template.sample_index, template.request_id
+        _check(sample)
+    return tuple(returned)
+
+
+def _check(sample: Sample) -> None:
+    what, n = f"sample {sample.sample_index} of {sample.row_id!r}", len(sample.token_ids)
+    if not sample.loss_mask:
+        sample.loss_mask = [1] * n
+    if len(sample.loss_mask) != n or len(sample.logprobs) not in (0, n):
+        raise MalformedSample(f"{what}: token_ids, logprobs and loss_mask differ in length")
+    at = 0
+    for start, end, lineage, number in sample.version_spans:
+        masked = not any(sample.loss_mask[at:start])  # tool and environment tokens have no version
+        if not (at <= start < end <= n and masked and lineage and number >= 0):
+            raise MalformedSample(f"{what}: version span {(start, end, lineage, number)} does not fit")
+        at = end
+    if sample.version_spans and any(sample.loss_mask[at:]):
+        raise MalformedSample(f"{what}: tokens from {at} on are trained on and have no version")
+
+
+def trainable_versions(samples: Sequence[Sample], admitted: PolicyVersion | None) -> set[PolicyVersion | None]:
+    """The versions of all tokens that would be trained on. A sample that reports no spans counts as admitted."""
+    versions: set[PolicyVersion | None] = set()
+    for sample in samples:
+        if not sample.version_spans:
+            versions.add(admitted)
+        for start, end, lineage, number in sample.version_spans:
+            if any(sample.loss_mask[start:end]):
+                versions.add(PolicyVersion(lineage, number))
+    return versions
+
+
+def to_json(sample: Sample) -> dict[str, Any]:
+    """Raises TypeError or ValueError if the caller's fields are no JSON, or would come back as something else."""
+    value = asdict(sample)
+    again = json.loads(json.dumps(value, allow_nan=False))
+    again["version_spans"] = [tuple(span) for span in again["version_spans"]]
+    if again != value:
+        raise ValueError(f"sample {sample.sample_index} of {sample.row_id!r} is not the same after JSON")
+    return value
+
+
+def from_json(value: dict[str, Any]) -> Sample:
+    """The inverse of `to_json`. Raises TypeError, KeyError or ValueError for anything else."""
+    spans = [
+        (int(start), int(end), str(lineage), int(number)) for start, end, lineage, number in value["version_spans"]
+    ]
+    return Sample(**{**value, "version_spans": spans})

@@ -1,0 +1,104 @@
+"""Shows that the tests of recovery.admission can fail: each mutation of the code must be caught by its tests.
+
+Owns: the list of mutations, and running the named test files against a copy of the package with one of them applied.
+Not a test of the suite (it runs pytest once per mutation); run it by hand when the machines or their tests change:
+
+    python -m tests.mutations [WORD]        only mutations whose file or text contains WORD
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MUTATIONS = [
+    # file in recovery/admission, text, what it becomes, test files
+    ("holds.py", "return not self._claims and self", "return self", "ownership holds"),
+    ("holds.py", "claim.frontier.discard(member)", "pass", "frontiers"),
+    ("holds.py", "_Claim(hold, set(frontier))", "_Claim(hold, frontier)", "frontiers"),
+    ("holds.py", "if claim.recorded:", "if False:", "frontiers"),
+    ("holds.py", "if not claim.observed:", "if False:", "frontiers ownership"),
+    ("attempts.py", "record.terminal is not receipt", "record.terminal != receipt and False", "attempts"),
+    ("attempts.py", "if record in found:", "if False:", "attempts"),
+    ("slots.py", "len(self._holders) == self.total", "len(self._holders) > self.total", "attempts"),
+    ("versions.py", "newest = min(newest, at)", "newest = at", "versions"),
+    ("versions.py", "else Ghost()", "else Lag(0)", "versions"),
+    ("staleness.py", "updates <= self.limit:", "updates <= self.limit + 1:", "staleness ownership"),
+    ("staleness.py", "updates + headroom <= self.limit", "updates <= self.limit", "staleness"),
+    ("staleness.py", "stale_requeues >= self.max_requeues", "stale_requeues > self.max_requeues", "staleness"),
+    ("staleness.py", "not isinstance(distance, Ahead | Ghost)", "True", "staleness"),
+    ("finished.py", "-sum(lags)", "0", "preparation"),
+    ("finished.py", "if not one.kept and self", "if self", "preparation"),
+    ("leases.py", "return rollout > self.newest", "return True", "attempts"),
+    ("leases.py", "        del self._open[lease.rollout]", "        pass", "attempts"),
+    ("settlement.py", "self._slots.give_back(record.attempt.reservation_id)", "pass", "settlement ownership"),
+    ("settlement.py", "if id(attempt) not in active", "if True", "settlement"),
+    ("settlement.py", "raise under(error, cleanup) from cleanup", "raise cleanup", "settlement"),
+    ("settlement.py", "            self.retain(records, why, cause)", "            pass", "settlement"),
+    ("replay.py", "wanted = sorted(self._requeued)[:k]", "wanted = list(self._requeued)[:k]", "replay"),
+    ("replay.py", "if when > rollout:\n", "if when >= rollout:\n", "replay"),
+    ("replay.py", "if rollout <= self.saved:", "if rollout < self.saved:", "replay"),
+    ("replay.py", "self._frontier += len(fresh)", "self._frontier += k", "replay"),
+    ("replay.py", "self.draw + 1, self", "self.draw, self", "replay"),
+    ("rows.py", "self._digests[-1].encode() + canonical_json(made)", "canonical_json(row)", "rows replay"),
+    ("trainer.py", "if members != list(publication.cohort):", "if not members:", "trainer_admission"),
+    ("trainer.py", "publication.incarnation != self._incarnation or", "", "trainer_admission"),
+    ("trainer.py", "        self._move(one, before)\n", "", "trainer_admission"),
+    ("exclusion.py", "if one.work is Work.UPDATE]", "if False]", "preparation"),
+    ("metrics.py", "self._counts = dict.fromkeys(COUNTERS, 0)\n        self._lags", "self._lags", "preparation"),
+    ("samples.py", "if any(sample.loss_mask[start:end]):", "if True:", "preparation"),
+    ("preparation.py", "errors = ownership.reconcile() if checkpoint else []", "errors = []", "preparation"),
+    ("ownership.py", "        self._sweep()\n", "", "ownership"),
+    ("ownership.py", "self.gate.settled(record.execution)\n        errors", "errors", "ownership"),
+    ("ownership.py", "[record.execution for record in members]", "[]", "ownership"),
+    ("ownership.py", "key=self._urgency", "key=lambda entry: 0", "ownership"),
+    ("ownership.py", "        self._gone(self.settlement.retry(but", "        (self.settlement.retry(but", "ownership"),
+    (
+        "ownership.py",
+        "if self.versions.state is not State.STEADY:\n            return f",
+        "if False:\n            return f",
+        "ownership",
+    ),
+    ("ownership.py", "return len(untrained) >= batches", "return False and batches", "ownership"),
+    ("ownership.py", "< far.updates + self._updates_due + 1", "< far.updates", "ownership"),
+]
+
+
+def survives(file: str, text: str, instead: str, tests: str) -> str:
+    """Empty if a test fails with the mutation applied; else what is wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "recovery", Path(folder) / "recovery")
+        path = Path(folder) / "recovery" / "admission" / file
+        source = path.read_text(encoding="utf-8")
+        if not text or source.count(text) < 1:
+            return "the text is not there"
+        path.write_text(source.replace(text, instead), encoding="utf-8")
+        for name in ("tests", "storage_backends", "tools", "vllm_hooks", "pyproject.toml"):
+            (Path(folder) / name).symlink_to(ROOT / name)
+        files = [f"tests/test_{name}.py" for name in tests.split()]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+        environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder}/tools"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        return "" if done.returncode == 1 else f"pytest ended with {done.returncode}: {done.stdout[-300:]}"
+
+
+def main() -> int:
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    chosen = [row for row in MUTATIONS if word in " ".join(row)]
+    alive = 0
+    for row in chosen:
+        problem = survives(*row)
+        alive += bool(problem)
+        print(f"{'ALIVE ' if problem else 'caught'} {row[0]}: {row[1]!r} -> {row[2]!r} {problem}", flush=True)
+    print(f"{len(chosen) - alive} of {len(chosen)} mutations are caught")
+    return 1 if alive or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

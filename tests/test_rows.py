@@ -1,0 +1,81 @@
+"""recovery.admission.rows: the same rows from a file and from a list, and rows that are none."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recovery.admission.rows import IterableRows, JsonlRows
+from recovery.errors import InputError
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@given(values=st.lists(JSON, max_size=5), blank=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_file_and_a_list_give_the_same_rows_and_digests(values: list[Any], blank: bool) -> None:
+    rows = [{"id": f"é{i}", "value": value} for i, value in enumerate(values)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        gap = "\n\n" if blank else "\n"
+        path.write_text(gap.join(json.dumps(row) for row in rows), encoding="utf-8")
+        file, plain = JsonlRows(path), IterableRows(iter(rows))
+        assert file.size == len(rows)
+        for index in (*range(len(rows))[::-1], *range(len(rows) + 1)):
+            assert file.row(index) == plain.row(index) == (rows[index] if index < len(rows) else None)
+        digests = [file.digest(n) for n in range(len(rows) + 1)]
+        assert digests == [plain.digest(n) for n in range(len(rows) + 1)] and len(set(digests)) == len(digests)
+        file.close()
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2 is no JSON object"),
+        ('{"prompt": "x"}', "line 2 has no id"),
+        ('{"id": ""}', "line 2 has no id"),
+        ('{"id": true}', "line 2 has no id"),
+        ('{"id": "a"}', "line 2: the id 'a' came before"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "a"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(InputError, match=said):
+        JsonlRows(path)
+
+
+def test_a_file_that_is_not_there_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        JsonlRows(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize("row", [3, {"id": 1, "x": object()}, {"id": 1, "x": float("nan")}, {"no": 1}])
+def test_an_item_that_is_no_row_is_named_and_not_counted(row: Any) -> None:
+    rows = IterableRows([{"id": 0}, row])
+    assert rows.row(0) == {"id": 0}
+    with pytest.raises(InputError, match="row 1"):
+        rows.row(1)
+    assert rows.digest(1) == IterableRows([{"id": 0}]).digest(1)
+
+
+def test_post_processing_is_part_of_the_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": 1, "q": "2+2"}\n', encoding="utf-8")
+
+    def ask(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "prompt": f"Q: {row['q']}"}
+
+    assert JsonlRows(path, ask).row(0) == {"id": 1, "q": "2+2", "prompt": "Q: 2+2"}
+    assert JsonlRows(path, ask).digest(1) != JsonlRows(path).digest(1)
