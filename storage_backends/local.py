@@ -123,6 +123,17 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError):
                 return
 
+    def modified_utc(self, key: str) -> float:
+        """When the file system says that `key` was written. Raises ObjectMissing."""
+        parts = check_key(key)
+        path = self._tree.path(key)
+        with told("read", path):
+            try:
+                with self._tree.folder(parts[:-1]) as fd:
+                    return os.stat(parts[-1], dir_fd=fd, follow_symlinks=False).st_mtime
+            except (FileNotFoundError, NotADirectoryError):
+                raise ObjectMissing(f"there is no object {key}") from None
+
     def sweep_temporaries(self) -> int:
         """Remove unfinished files whose writers are gone. Returns how many were removed."""
         with told("sweep", self._tree.path(TEMPORARY)):

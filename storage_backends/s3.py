@@ -151,6 +151,19 @@ class S3Store:
         if isinstance(result, Failed) and result.failure.kind is not Kind.MISSING:
             raise self.error(result, "DeleteObject", key)
 
+    def modified_utc(self, key: str) -> float:
+        """When the server says that `key` was written, in whole seconds. Raises ObjectMissing."""
+        where = self._where(key)
+
+        async def work(fs: Any) -> float:
+            answer = await fs._call_s3("head_object", **where)
+            return float(answer["LastModified"].timestamp())
+
+        result = self._attempt(work)
+        if isinstance(result, Done):
+            return result.value
+        raise self.error(result, "HeadObject", key)
+
     # ---- requests ----------------------------------------------------------------------------------------------
 
     def try_create(self, key: str, data: bytes) -> Put | Failed:

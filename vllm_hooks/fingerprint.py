@@ -48,9 +48,8 @@ def engine_fields(engine: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     parallel = config.parallel_config
     recorded = {
-        "vllm.version": vllm_version(),
+        **machine_fields(),
         "vllm.v2_runner": bool(getattr(config, "use_v2_model_runner", False)),
-        "torch.version": metadata.version("torch"),
         "engine.dtype": str(model.dtype),
         "engine.device": str(config.device_config.device_type),
         "engine.max_model_len": int(model.max_model_len),
@@ -59,10 +58,18 @@ def engine_fields(engine: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "engine.pipeline_parallel": int(parallel.pipeline_parallel_size),
         "engine.data_parallel": int(parallel.data_parallel_size),
         "engine.enforce_eager": bool(model.enforce_eager),
+    }
+    return must, recorded
+
+
+def machine_fields() -> dict[str, Any]:
+    """Those recorded fields that are known without an engine. Run's environment has to be set."""
+    return {
+        "vllm.version": vllm_version(),
+        "torch.version": metadata.version("torch"),
         "engine.environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("VLLM_CPU_ATTN")},
         "machine": platform.machine(),
     }
-    return must, recorded
 
 
 def vllm_version() -> str:

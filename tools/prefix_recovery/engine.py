@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import gc
@@ -19,7 +20,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -120,12 +121,40 @@ def default_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return defaults
 
 
+class Unstarted:
+    """What an engine would say of itself, without starting it: its configuration and its tokenizer."""
+
+    def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
+        set_environment()
+        with _told(model):
+            self.vllm_config = _arguments(model, arguments).create_engine_config()
+
+    def get_tokenizer(self) -> Any:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        return cached_tokenizer_from_config(self.vllm_config.model_config)
+
+
 def _start(model: str, arguments: Mapping[str, Any]) -> Any:
+    with _told(model):
+        chosen = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
+        args = _arguments(model, arguments)
+        config = args.create_engine_config()
+        if is_cpu_build() and chosen is None:
+            # Set after the config was made: the CPU platform forces spawn while it is made. Fork inherits the imports.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=bool(args.disable_log_stats))
+
+
+def _arguments(model: str, arguments: Mapping[str, Any]) -> Any:
+    """AsyncEngineArgs of a config's `engine`. Raises ConfigError for a name that this vLLM does not have."""
     # Deprecations inside vLLM and torch are not the reader's to mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm|torch")
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401  a broken installation is told here, not later
     except ImportError as error:
         raise ConfigError(
             f"vLLM cannot be imported: {error}",
@@ -139,14 +168,14 @@ def _start(model: str, arguments: Mapping[str, Any]) -> Any:
                 f"engine.{name}: this vLLM has no such argument" + (f"; did you mean {near[0]}?" if near else ""),
                 hint="engine arguments are passed to vLLM as they are",
             )
+    return AsyncEngineArgs(model=model, **{**default_arguments(arguments), **arguments})
+
+
+@contextlib.contextmanager
+def _told(model: str) -> Iterator[None]:
+    """What vLLM raises at a model or argument that it cannot use, as ConfigError."""
     try:
-        chosen = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
-        args = AsyncEngineArgs(model=model, **{**default_arguments(arguments), **arguments})
-        config = args.create_engine_config()
-        if is_cpu_build() and chosen is None:
-            # Set after the config was made: the CPU platform forces spawn while it is made. Fork inherits the imports.
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=bool(args.disable_log_stats))
+        yield
     except ConfigError:
         raise
     except (ValueError, TypeError, OSError, RuntimeError) as error:

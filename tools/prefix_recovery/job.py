@@ -24,6 +24,7 @@ from typing import Any
 from prefix_recovery import saving
 from prefix_recovery.dispatch import Dispatch, Outcome, first_stop
 from prefix_recovery.engine import Engine, set_environment
+from prefix_recovery.job_here import job_fields
 from prefix_recovery.output_lock import OutputLock
 from prefix_recovery.processes import descendants
 from prefix_recovery.progress import Progress
@@ -150,7 +151,7 @@ class _Run:
         session = await open_session(
             llm,
             self._config.rollout_checkpointing,
-            must={"job.samples_per_prompt": self._config.samples_per_prompt},
+            must=job_fields(self._config),
             test=self._options.self_test,
             keeps_results=True,
         )

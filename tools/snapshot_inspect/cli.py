@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from recovery.errors import RecoveryError
-from snapshot_inspect import documents, verbs, views
+from snapshot_inspect import documents, job_verbs, verbs, views
 from snapshot_inspect.newest import newest
 from snapshot_inspect.places import open_place
 from snapshot_inspect.render import Screen
@@ -39,13 +39,20 @@ EXAMPLES = (
     ("verify", "snapshot-inspect verify runs/17 --read-data", "is everything there, and as it was written?"),
     ("calls", "snapshot-inspect calls runs/17", "the calls of a snapshot and how far they are"),
     ("cat", "snapshot-inspect cat runs/17 p-3", "one call: tokens, logprobs, policy versions, text"),
+    ("explain", "snapshot-inspect explain runs/17 --config job.yaml", "can it be restored here? field by field"),
+    ("plan", "snapshot-inspect plan runs/17 --config job.yaml", "what a restore would do, call by call"),
+    ("diff", "snapshot-inspect diff runs/17 5 8", "what is different between two snapshots, or two stores"),
+    ("stats", "snapshot-inspect stats runs/17", "where the bytes are, and what is garbage"),
+    ("holds", "snapshot-inspect holds runs/17", "who held the store, and who fenced whom"),
+    ("doctor", "snapshot-inspect doctor runs/17 --probe", "permissions, clock, format; what the place guarantees"),
 )
 
 _STORE = "the store's folder, or its address (file:///a/path)"
 _ID = "`latest`, a snapshot's number, or the digits that only one number begins with (default: latest)"
 _CODES = (
     "exit codes: 0 fine, 1 problem found, 2 usage, 3 partly done, 10 no store there, 12 no permission, "
-    "13 format not understood, 14 nothing published, 20 store cannot be reached, 130 interrupted"
+    "13 format not understood, 14 nothing published, 15 belongs to another job, 20 store cannot be reached, "
+    "130 interrupted"
 )
 
 
@@ -91,6 +98,17 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument("id", metavar="ID", nargs="?", default="latest", help=_ID)
     one.add_argument("--tokenizer", metavar="DIR", help="the folder of a tokenizer.json: show text as well")
+    for name, verb in (("explain", job_verbs.explain_), ("plan", job_verbs.plan_)):
+        one = add(name, verb, f"snapshot-inspect {name} runs/17 8 --json")
+        one.add_argument("id", metavar="ID", nargs="?", default="latest", help=_ID)
+        one.add_argument("--config", metavar="FILE", help="the job's file: compare with what it is on this machine")
+    one = add("diff", job_verbs.diff_, "snapshot-inspect diff runs/17 5", "snapshot-inspect diff runs/17 runs/18")
+    one.add_argument("a", metavar="A", help="a snapshot's id, or another store (then the latest of both)")
+    one.add_argument("b", metavar="B", nargs="?", help="a snapshot's id (default: latest)")
+    add("stats", job_verbs.stats_, "snapshot-inspect stats runs/17 --json")
+    add("holds", job_verbs.holds_, "snapshot-inspect holds runs/17 --json")
+    one = add("doctor", job_verbs.doctor_, "snapshot-inspect doctor s3://bucket/new-run --probe")
+    one.add_argument("--probe", action="store_true", help="write scratch objects, time them, and remove them again")
     return top
 
 

@@ -51,7 +51,7 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _moment(utc: float, now: float) -> Document:
+def moment(utc: float, now: float) -> Document:
     text = utc_text(utc)
     return {"utc": text, "age_s": None if text is None else round(now - utc, 3)}
 
@@ -61,11 +61,11 @@ def _counts(slot: Slot) -> Document:
     return {name: _int(stated.get(name)) if isinstance(stated, dict) else None for name in COUNTS}
 
 
-def _snapshot(slot: Slot, now: float) -> Document:
+def snapshot_fields(slot: Slot, now: float) -> Document:
     body = slot.body
     return {
         "id": slot.seq,
-        **_moment(slot.utc, now),
+        **moment(slot.utc, now),
         "epoch": slot.epoch,
         "owner": slot.owner,
         "cause": _text(body.get("cause")),
@@ -78,8 +78,8 @@ def _snapshot(slot: Slot, now: float) -> Document:
 
 
 def _slot(slot: Slot, now: float) -> Document:
-    moment = _moment(slot.utc, now)
-    return {"seq": slot.seq, "kind": slot.kind, "epoch": slot.epoch, "owner": slot.owner, **moment}
+    at = moment(slot.utc, now)
+    return {"seq": slot.seq, "kind": slot.kind, "epoch": slot.epoch, "owner": slot.owner, **at}
 
 
 def _history(history: Iterable[Restore]) -> list[Document]:
@@ -94,7 +94,7 @@ def _restore(item: Restore) -> Document:
             return {"kind": "restart", "at": item.at, "snapshot": item.snapshot, "reason": item.reason}
 
 
-def _adoption(adopted: Adopted) -> Document:
+def adoption(adopted: Adopted) -> Document:
     return {
         "segments": adopted.segments,
         "tokens": adopted.tokens,
@@ -125,13 +125,13 @@ def list_row(place: Place, found: Snapshot | Unreadable, ledger_keys: set[str], 
             "reason": found.error.message,
         }
     present = found.ledger.key in ledger_keys
-    return {"row": "snapshot", "store": place.address, **_snapshot(found.slot, now), "ledger_present": present}
+    return {"row": "snapshot", "store": place.address, **snapshot_fields(found.slot, now), "ledger_present": present}
 
 
 def store_row(name: str, address: str, found: Newest | RecoveryError, now: float) -> Document:
     row = {"row": "store", "store": address, "name": name}
     if isinstance(found, Newest):
-        shown = _snapshot(found.snapshot.slot, now)
+        shown = snapshot_fields(found.snapshot.slot, now)
         fields = {key: shown[key] for key in ("utc", "age_s", "epoch", "counts")}
         wrong = [f"{item.what}: {item.error.message}" for item in found.passed_over] + found.problems
         error = wrong[0] if wrong else None
@@ -144,7 +144,7 @@ def latest(place: Place, found: Newest, now: float) -> Document:
     note = found.position.hint.note
     return {
         "store": place.address,
-        **_snapshot(found.snapshot.slot, now),
+        **snapshot_fields(found.snapshot.slot, now),
         **({} if found.counts is None else {"counts": asdict(found.counts)}),
         "tail": found.position.tail,
         "newer": [_slot(slot, now) for slot in found.newer],
@@ -156,7 +156,7 @@ def latest(place: Place, found: Newest, now: float) -> Document:
         "vouched": found.vouched,
         "problems": found.problems,
         "unchecked": list(_unchecked(found)),
-        "adoption": None if found.adoption is None else _adoption(found.adoption),
+        "adoption": None if found.adoption is None else adoption(found.adoption),
         "notes": [note] if note else [],
     }
 
@@ -174,8 +174,8 @@ def _unchecked(found: Newest) -> Iterator[str]:
 
 
 def show(place: Place, snapshot: Snapshot, newest_id: int, previous: Snapshot | None, now: float) -> Document:
-    job, problems = _job(place.store, snapshot)
-    document = _snapshot(snapshot.slot, now)
+    job, problems = job_record(place.store, snapshot)
+    document = snapshot_fields(snapshot.slot, now)
     return {
         "store": place.address,
         **document,
@@ -195,7 +195,7 @@ def _difference(now: Document, before: Document) -> Document:
     return {name: None if None in (now[name], before[name]) else now[name] - before[name] for name in names}
 
 
-def _job(store: ObjectStore, snapshot: Snapshot) -> tuple[Document | None, list[str]]:
+def job_record(store: ObjectStore, snapshot: Snapshot) -> tuple[Document | None, list[str]]:
     """The compatibility record, and what is wrong with it."""
     ref = snapshot.states.get("job")
     if ref is None:
@@ -229,7 +229,7 @@ def verification(place: Place, found: Verification) -> Document:
         "snapshots": [asdict(status) for status in found.snapshots],
         "problems": [_finding(finding) for finding in found.findings],
         "restore_from": found.restore_from,
-        "adoption": _adoption(around.adoption),
+        "adoption": adoption(around.adoption),
         "unreferenced": [{"object": item.key, "nbytes": item.nbytes, "why": item.why} for item in around.unreferenced],
         "foreign": around.foreign,
         "unfinished": around.unfinished,

@@ -64,7 +64,7 @@ def open_folder(address: str) -> list[tuple[str, str]]:
         if not below:
             message = f"there is no store at {address}: neither it nor a folder right below it has a {FORMAT_KEY}"
             raise NoStore(message, hint=error.hint) from None
-        return [(name, os.path.join(_path(store), name)) for name in below]
+        return [(name, os.path.join(local_root(store), name)) for name in below]
 
 
 def _mark(store: ObjectStore, address: str) -> dict[str, Any]:
@@ -75,13 +75,14 @@ def _mark(store: ObjectStore, address: str) -> dict[str, Any]:
         raise Damaged(f"{address}: {error.message}", hint=hint) from error
 
 
-def _path(store: ObjectStore) -> str:
+def local_root(store: ObjectStore) -> str:
+    """The folder of a local store; empty for other systems."""
     return store.root if isinstance(store, LocalStore) else ""
 
 
 def stores_below(store: ObjectStore) -> list[str]:
     """Names of the folders right below a local root that have a format mark."""
-    root = _path(store)
+    root = local_root(store)
     if not root:
         return []
     with told("list", root), os.scandir(root) as entries:
@@ -99,7 +100,7 @@ class Strangers:
 
 def strangers(store: ObjectStore) -> Strangers:
     """Files whose names cannot be keys, links, and the number of unfinished files; nothing for other systems."""
-    root = _path(store)
+    root = local_root(store)
     if not root:
         return Strangers([], 0)
     names, unfinished = [], 0

@@ -92,7 +92,7 @@ def latest(args: Namespace, now: float) -> Answer:
     return Answer(found.exit_code, [document], lambda screen: views.latest(screen, document))
 
 
-def _notes(choice: Choice) -> tuple[str, ...]:
+def notes_of(choice: Choice) -> tuple[str, ...]:
     """What was skipped for `latest`: people should not take an old snapshot for the newest one."""
     return tuple(f"log slot {item.seq} cannot be used: {item.error.message}" for item in choice.skipped)
 
@@ -107,7 +107,7 @@ def show(args: Namespace, now: float) -> Answer:
     previous = next((item for item in earlier if isinstance(item, Snapshot)), None)
     document = documents.show(place, snapshot, newest_one.id, previous, now)
     code = Damaged.exit_code if document["problems"] else 0
-    return Answer(code, [document], lambda screen: views.show(screen, document), _notes(choice))
+    return Answer(code, [document], lambda screen: views.show(screen, document), notes_of(choice))
 
 
 def verify_(args: Namespace, now: float) -> Answer:
@@ -132,7 +132,7 @@ def calls_(args: Namespace, now: float) -> Answer:
     entries = calls.in_order(calls.read_ledger(place.store, ledger_codec(), snapshot))
     wanted = {"open": {OPEN}, "ended": {ENDED}}.get(args.state, {OPEN, ENDED})
     rows = [documents.call_row(entry, snapshot.id) for entry in entries if entry.state in wanted]
-    return Answer(0, rows, lambda screen: views.calls(screen, rows), _notes(choice))
+    return Answer(0, rows, lambda screen: views.calls(screen, rows), notes_of(choice))
 
 
 def cat(args: Namespace, now: float) -> Answer:
@@ -146,4 +146,4 @@ def cat(args: Namespace, now: float) -> Answer:
     said = None if texts is None else (texts.text(prompt), texts.text(generated))
     pieces = None if texts is None else texts.pieces(generated)
     document = documents.cat(place, call, said)
-    return Answer(0, [document], lambda screen: views.cat(screen, document, pieces), _notes(choice))
+    return Answer(0, [document], lambda screen: views.cat(screen, document, pieces), notes_of(choice))

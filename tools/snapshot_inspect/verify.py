@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood, ObjectMissing
 from recovery.layout import SEGMENTS
+from recovery.ledger import Ledger
 from recovery.log import Slot, slot_key
 from recovery.ports import LedgerCodec, SegmentCodec
 from recovery.slots import Read
@@ -82,6 +83,33 @@ def verify(
 
     What lies there beside what snapshots need is looked for only if all are checked.
     """
+    return _worked(place, segments, ledgers, only=only, read_data=read_data, progress=progress).result
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """A sound snapshot with its ledger and the keys of all that it needs."""
+
+    snapshot: Snapshot
+    ledger: Ledger
+    keys: set[str]
+
+
+def structure(place: Place, segments: SegmentCodec, ledgers: LedgerCodec) -> tuple[Verification, Sound | None]:
+    """What `verify` finds without data, and the newest sound snapshot."""
+    work = _worked(place, segments, ledgers, only=None, read_data=False, progress=None)
+    return work.result, work.newest_sound()
+
+
+def _worked(
+    place: Place,
+    segments: SegmentCodec,
+    ledgers: LedgerCodec,
+    *,
+    only: int | None,
+    read_data: bool,
+    progress: Progress | None,
+) -> _Work:
     work = _Work(place, segments, ledgers, read_data)
     work.read_log()
     work.read_structure(only)
@@ -90,7 +118,7 @@ def verify(
     work.conclude()
     if only is None:
         work.look_around()
-    return work.result
+    return work
 
 
 class _Work:
@@ -217,6 +245,14 @@ class _Work:
         needed |= {ref.key for ref in self._states}
         rest = list(unreferenced(listed, needed, adopted, self._collected.named_after(0)))
         self.result.leftovers = Leftovers(adopted, rest, foreign, beside.unfinished)
+
+    def newest_sound(self) -> Sound | None:
+        snapshot = next((s for s in self._snapshots if s.id == self.result.restore_from), None)
+        if snapshot is None:
+            return None
+        ledger, _ = self._lineages.ledger_of(snapshot)
+        others = {ref.key for ref in snapshot.states.values()} | self._lineages.chain_keys(snapshot)
+        return Sound(snapshot, ledger, others | ledger.segments_in_use())
 
     def _adoption(self) -> Adopted:
         """Tried on the newest sound snapshot."""

@@ -1,0 +1,100 @@
+"""The verbs that look at a store from the side of a job: explain, plan, diff, stats, holds, doctor.
+
+Owns: which parts each verb reads, and what its exit code says about what was found.
+Does not know: the command line's grammar, how errors are printed.
+
+Invariants:
+1. As in verbs.py: a verb reads first and answers when it is done.
+2. The engine's configuration is read only where `--config` names a job.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+
+from recovery.errors import ConfigError, Damaged, FingerprintMismatch
+from snapshot_inspect import calls, diff, doctor, explain, holds, plan, stats
+from snapshot_inspect.places import Place, ledger_codec, open_place, segment_codec
+from snapshot_inspect.survey import Choice, choose, position
+from snapshot_inspect.verbs import Answer, notes_of
+from snapshot_inspect.verify import structure
+
+
+def explain_(args: Namespace, now: float) -> Answer:
+    place = open_place(args.store)
+    choice = choose(place.store, position(place.store), args.id)
+    snapshot = choice.snapshot
+    if args.config is None:
+        here, entries = explain.machine_here(), iter(())
+    else:
+        from prefix_recovery.job_here import job_here
+
+        here = explain.with_config(job_here(args.config))
+        entries = iter(calls.in_order(calls.read_ledger(place.store, ledger_codec(), snapshot)))
+    document = explain.explain(place, snapshot, entries, here, args.config)
+    code = FingerprintMismatch.exit_code if document["restorable"] is False else 0
+    return Answer(code, [document], lambda screen: explain.shown(screen, document), notes_of(choice))
+
+
+def plan_(args: Namespace, now: float) -> Answer:
+    place = open_place(args.store)
+    tail = position(place.store).tail
+    choice = plan.read_choice(args.id, 0 if args.id == "latest" else choose_id(place, args.id))
+    if args.config is None:
+        job = plan.own_job(place, tail)
+    else:
+        from prefix_recovery.job_here import job_here
+
+        here = job_here(args.config)
+        job = plan.Job(here.must, here.stop, list(here.source_digests))
+    document = plan.plan(place, (segment_codec(), ledger_codec()), tail, choice, job, args.config)
+    code = Damaged.exit_code if document["passed_over"] else 0
+    return Answer(code, [document], lambda screen: plan.shown(screen, document))
+
+
+def choose_id(place: Place, text: str) -> int:
+    return choose(place.store, position(place.store), text).snapshot.id
+
+
+def diff_(args: Namespace, now: float) -> Answer:
+    """`STORE A B`, `STORE A` (with the latest) or `STORE STORE2` (the latest of both)."""
+    place = open_place(args.store)
+    if args.b is None and not _is_id(args.a):
+        sides = [_side(place, "latest"), _side(open_place(args.a), "latest")]
+    elif not _is_id(args.a):
+        raise ConfigError(f"{args.a!r} is no snapshot", hint="diff STORE A B, diff STORE A, or diff STORE STORE2")
+    else:
+        sides = [_side(place, args.a), _side(place, args.b or "latest")]
+    (a, notes_a), (b, notes_b) = sides
+    document = diff.diff(a, b, now)
+    return Answer(0, [document], lambda screen: diff.shown(screen, document), tuple(dict.fromkeys(notes_a + notes_b)))
+
+
+def _is_id(text: str) -> bool:
+    return text == "latest" or re.fullmatch("[0-9]+", text) is not None
+
+
+def _side(place: Place, text: str) -> tuple[diff.Side, tuple[str, ...]]:
+    choice: Choice = choose(place.store, position(place.store), text)
+    ledger = calls.read_ledger(place.store, ledger_codec(), choice.snapshot)
+    return diff.Side(place, choice.snapshot, ledger), notes_of(choice)
+
+
+def stats_(args: Namespace, now: float) -> Answer:
+    place = open_place(args.store)
+    found, sound = structure(place, segment_codec(), ledger_codec())
+    document = stats.stats(place, found, sound)
+    return Answer(found.exit_code, [document], lambda screen: stats.shown(screen, document))
+
+
+def holds_(args: Namespace, now: float) -> Answer:
+    place = open_place(args.store)
+    document = holds.holds(place, position(place.store), now)
+    code = Damaged.exit_code if document["unreadable"] else 0
+    return Answer(code, [document], lambda screen: holds.shown(screen, document))
+
+
+def doctor_(args: Namespace, now: float) -> Answer:
+    document = doctor.doctor(args.store, probe=args.probe)
+    return Answer(0 if document["ok"] else 1, [document], lambda screen: doctor.shown(screen, document))
