@@ -39,6 +39,12 @@ VERBS: dict[str, tuple[str, ...]] = {
     "data": ("verify", "STORE", "--read-data"),
     "calls": ("calls", "STORE"),
     "cat": ("cat", "STORE", "p-1"),
+    "explain": ("explain", "STORE"),
+    "plan": ("plan", "STORE"),
+    "diff": ("diff", "STORE", "latest"),
+    "stats": ("stats", "STORE"),
+    "holds": ("holds", "STORE"),
+    "doctor": ("doctor", "STORE"),
 }
 
 
@@ -60,7 +66,7 @@ def validator(verb: str) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(_strict(copy.deepcopy(schema)))
 
 
-VALIDATORS = {verb: validator(verb) for verb in ("list", "show", "latest", "verify", "calls", "cat")}
+VALIDATORS = {verb: validator(verb) for verb in {words[0] for words in VERBS.values()}}
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,13 @@ UNKNOWN = "log slot 5 requires sharded-log, which this version does not know"
 SITUATIONS: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[int, str]]]] = {
     "empty": (
         lambda: made(stores.empty),
-        {**all_of(14, NOTHING), "verify": (0, "no snapshot was published yet"), "data": (0, "no problem found")},
+        {
+            **all_of(14, NOTHING),
+            "verify": (0, "no snapshot was published yet"),
+            "data": (0, "no problem found"),
+            "holds": (0, "nobody has claimed this store yet"),
+            "doctor": (0, "nothing that was looked at is wrong"),
+        },
     ),
     "one snapshot": (lambda: made(stores.one_snapshot), FINE),
     "several": (lambda: made(stores.several), FINE),
@@ -199,6 +211,9 @@ SITUATIONS: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[int, str]
             "data": (1, f"problem  KEY {SUM}\nin       snapshot 5"),
             "calls": (1, f"error: snapshot 5: KEY {SUM}\n  {INSTEAD}"),
             "cat": (1, INSTEAD),
+            "plan": (1, f"passed over  snapshot 5: KEY {SUM}"),
+            "diff": (1, INSTEAD),
+            "stats": (1, "in snapshot 4, "),
         },
     ),
     "corrupt slot": (
@@ -212,6 +227,12 @@ SITUATIONS: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[int, str]
             "data": (1, "1 problem found"),
             "calls": (0, SKIPPED),
             "cat": (0, SKIPPED),
+            "explain": (0, SKIPPED),
+            "plan": (1, "passed over  log slot 5: log slot 5 is not JSON"),
+            "diff": (0, SKIPPED),
+            "stats": (1, "1 problem found: snapshot-inspect verify "),
+            "holds": (1, "unreadable  log slot 5 is not JSON"),
+            "doctor": (1, "fail  read              log slot 5 is not JSON"),
         },
     ),
     "newer format": (newer_mark, all_of(13, TWO_VERSIONS)),
@@ -227,6 +248,12 @@ SITUATIONS: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[int, str]
             "data": (13, f"problem  log/000000000005.json: {UNKNOWN}\nhint     upgrade prefix-recovery"),
             "calls": (0, f"note: log slot 5 cannot be used: {UNKNOWN}"),
             "cat": (0, f"note: log slot 5 cannot be used: {UNKNOWN}"),
+            "explain": (0, f"note: log slot 5 cannot be used: {UNKNOWN}"),
+            "plan": (13, f"error: {UNKNOWN}\n  upgrade prefix-recovery"),
+            "diff": (0, f"note: log slot 5 cannot be used: {UNKNOWN}"),
+            "stats": (13, "1 problem found: snapshot-inspect verify "),
+            "holds": (13, f"unreadable  {UNKNOWN}"),
+            "doctor": (13, f"error: {UNKNOWN}\n  upgrade prefix-recovery"),
         },
     ),
     "newer ledger": (
@@ -238,6 +265,9 @@ SITUATIONS: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[int, str]
             "data": (13, "version 2; this program reads 'prefix-recovery/ledger' version 1"),
             "calls": (13, "version 2; this program reads 'prefix-recovery/ledger' version 1"),
             "cat": (13, "version 2; this program reads 'prefix-recovery/ledger' version 1"),
+            "plan": (1, "passed over  snapshot 5: KEY: "),
+            "diff": (13, "version 2; this program reads 'prefix-recovery/ledger' version 1"),
+            "stats": (13, "in snapshot 4, "),
         },
     ),
     "foreign files": (

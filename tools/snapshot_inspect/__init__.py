@@ -1,12 +1,18 @@
 """The command `snapshot-inspect`: what is in a store, what a restore would take, and whether it is sound.
 
-Nothing in this package writes to a store. Arrow is loaded only by verbs that read a ledger.
+Only `doctor --probe` writes, scratch objects that belong to no store. Arrow is loaded only by verbs that read a ledger.
 
     places      from an address to a store, or to the stores of a folder
     survey      the log: slots, snapshots, ids as people type them
     newest      what a restore would take, by the log alone or checked
     calls       the calls of one snapshot and their tokens
     verify      everything that a snapshot needs: lineages, segments, collected, leftovers are its parts
+    explain     whether it can be restored here, field by field
+    plan        what a restore would do, call by call
+    diff        two snapshots beside each other
+    stats       where the bytes are
+    holds       who held the store
+    doctor      whether a place does what a store needs; probe asks it with scratch objects
     documents   all of this as JSON (docs/schemas/)
     views       the documents as facts and rows
     render      facts and rows on a terminal or in a pipe

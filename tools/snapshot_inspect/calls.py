@@ -49,10 +49,10 @@ def _of_snapshot(snapshot_id: int, error: Damaged | FormatNotUnderstood) -> Dama
 
 def in_order(ledger: Ledger) -> list[Entry]:
     """All calls (invariant 2)."""
-    return sorted(ledger, key=lambda entry: (by_value(entry.identity.rollout), entry.identity.turn, entry.call_id))
+    return sorted(ledger, key=lambda entry: (_by_value(entry.identity.rollout), entry.identity.turn, entry.call_id))
 
 
-def by_value(name: str) -> list[tuple[int, int, str]]:
+def _by_value(name: str) -> list[tuple[int, int, str]]:
     parts = _NUMBERS.split(name)
     return [(1, int(part[:18]), part) if part.isdecimal() else (0, 0, part) for part in parts]
 

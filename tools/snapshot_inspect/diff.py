@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recovery.ledger import Entry, Ledger
-from recovery.model import ENDED
+from recovery.model import ENDED, ChunkRef, PolicyVersion
 from recovery.snapshots import Snapshot
 from snapshot_inspect import documents
 from snapshot_inspect.calls import in_order
@@ -103,15 +103,14 @@ def _change(before: Entry | None, after: Entry | None, kept: int) -> str:
 def _kept(before: Entry, after: Entry) -> int:
     kept = 0
     for one, other in zip(before.chunks, after.chunks, strict=False):
-        if (one.start, one.n_tokens, one.digest, one.version) != (
-            other.start,
-            other.n_tokens,
-            other.digest,
-            other.version,
-        ):
+        if _content(one) != _content(other):
             break
         kept = one.stop
     return kept
+
+
+def _content(chunk: ChunkRef) -> tuple[int, int, bytes, PolicyVersion]:
+    return chunk.start, chunk.n_tokens, chunk.digest, chunk.version
 
 
 def _state(entry: Entry | None) -> str | None:

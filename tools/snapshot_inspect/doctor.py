@@ -14,20 +14,20 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from recovery.errors import Damaged, NoStore
+from recovery.errors import FormatNotUnderstood, NoStore
+from recovery.log import PREFIX
 from recovery.ports import ObjectStore
-from recovery.snapshots import check_root
 from snapshot_inspect.documents import Document
-from snapshot_inspect.places import local_root
+from snapshot_inspect.places import local_root, open_any, open_place
 from snapshot_inspect.probe import Answer, Puts, Scratch
 from snapshot_inspect.render import Screen
 from snapshot_inspect.survey import Unreadable, position, walk
 from snapshot_inspect.texts import count_text, nbytes_text, seconds_text
-from storage_backends import open_store
 
 SLOW_PUT_S = 1.0
 CLOCK_SLACK_S = 30.0
@@ -56,8 +56,15 @@ class Check:
 
 def doctor(address: str, *, probe: bool, now: Callable[[], float] = time.time) -> Document:
     """Raises NoStore (unless a probe was asked for), CredentialsRefused, StoreUnavailable and their kin."""
-    store = open_store(address)
-    checks = [*_look(address, store, probe, now())]
+    mark: Mapping[str, Any] | None = None
+    try:
+        place = open_place(address)
+        store, mark = place.store, place.mark
+    except NoStore:
+        if not probe:
+            raise
+        store = open_any(address)
+    checks = [*_look(address, store, mark, probe, now())]
     puts, ahead_s = None, None
     if probe:
         found, puts, ahead_s = _probe(store, now)
@@ -72,18 +79,13 @@ def doctor(address: str, *, probe: bool, now: Callable[[], float] = time.time) -
     }
 
 
-def _look(address: str, store: ObjectStore, probe: bool, now: float) -> Iterator[Check]:
-    listed = store.list("log/")
+def _look(address: str, store: ObjectStore, mark: Mapping[str, Any] | None, probe: bool, now: float) -> Iterator[Check]:
+    listed = store.list(PREFIX)
     yield Check("reach", "ok", f"{address} answers")
-    try:
-        mark = check_root(store)
-        yield Check("format", "ok", f"format {mark['version']}, written by {mark.get('writer', 'unknown')!s}")
-    except NoStore:
-        if not probe:
-            raise
+    if mark is None:
         yield Check("format", "ok", "no store here yet", "`prefix-recovery run CONFIG` makes one")
-    except Damaged as error:
-        yield Check("format", "fail", error.message, error.hint)
+    else:
+        yield Check("format", "ok", f"format {mark['version']}, written by {mark.get('writer', 'unknown')}")
     yield Check("list", "ok", f"objects can be listed: {count_text(len(listed), 'log entry', 'log entries')}")
     if listed:
         yield from _log(store, now)
@@ -95,6 +97,8 @@ def _log(store: ObjectStore, now: float) -> Iterator[Check]:
     if newest is None:
         return
     if isinstance(newest, Unreadable):
+        if isinstance(newest.error, FormatNotUnderstood):
+            raise newest.error
         yield Check("read", "fail", newest.error.message, "look: snapshot-inspect verify STORE")
         return
     yield Check("read", "ok", f"objects can be read: slot {newest.slot.seq}")
@@ -117,10 +121,10 @@ def _disk(store: ObjectStore, probe: bool) -> Iterator[Check]:
     elif not probe:
         yield Check("write", "ok", f"{root} can be written by this user (--probe tries it)")
     free = shutil.disk_usage(root).free
-    level, hint = (
-        ("warn", "make room: a full disk stops snapshots, not decoding") if free < LITTLE_SPACE else ("ok", "")
-    )
-    yield Check("space", level, f"{nbytes_text(free)} free", hint)
+    if free < LITTLE_SPACE:
+        yield Check("space", "warn", f"{nbytes_text(free)} free", "make room: a full disk stops snapshots")
+    else:
+        yield Check("space", "ok", f"{nbytes_text(free)} free")
 
 
 def _probe(store: ObjectStore, now: Callable[[], float]) -> tuple[list[Check], Puts, float | None]:

@@ -81,12 +81,12 @@ def _text(value: Any) -> str | None:
 
 
 def _fields(kind: str, stored: Mapping[str, Any], here: Mapping[str, Any], complete: bool) -> list[Document]:
-    here = json.loads(canonical_json(dict(here)))  # as it would be stored: a tuple is a list, a key is text
+    here = json.loads(canonical_json(dict(here)))  # as it would be stored: a tuple is a list
     rows = []
     for name in sorted({*stored, *(here if complete else ())}):
         if name not in here and not complete:
             verdict, effect = "not_compared", "unknown"
-        elif name in stored and name in here and stored[name] == here[name]:
+        elif name in stored and name in here and canonical_json(stored[name]) == canonical_json(here[name]):
             verdict, effect = "same", "none"
         else:
             verdict, effect = "differs", "refuses" if kind == "must" else "lowers"

@@ -67,8 +67,7 @@ def owners_of(store: ObjectStore, at: Position) -> tuple[list[Owner], list[Unrea
     return [owners[epoch] for epoch in sorted(owners)], unreadable[::-1]
 
 
-def holds(place: Place, at: Position, now: float) -> Document:
-    owners, unreadable = owners_of(place.store, at)
+def holds(place: Place, at: Position, owners: list[Owner], unreadable: list[Unreadable], now: float) -> Document:
     followers = [*owners[1:], None]
     return {
         "store": place.address,

@@ -14,10 +14,11 @@ import re
 from argparse import Namespace
 
 from recovery.errors import ConfigError, Damaged, FingerprintMismatch
+from recovery.ledger import Entry
 from snapshot_inspect import calls, diff, doctor, explain, holds, plan, stats
 from snapshot_inspect.places import Place, ledger_codec, open_place, segment_codec
 from snapshot_inspect.survey import Choice, choose, position
-from snapshot_inspect.verbs import Answer, notes_of
+from snapshot_inspect.verbs import Answer, notes_of, worst
 from snapshot_inspect.verify import structure
 
 
@@ -25,13 +26,12 @@ def explain_(args: Namespace, now: float) -> Answer:
     place = open_place(args.store)
     choice = choose(place.store, position(place.store), args.id)
     snapshot = choice.snapshot
-    if args.config is None:
-        here, entries = explain.machine_here(), iter(())
-    else:
+    here, entries = explain.machine_here(), list[Entry]()
+    if args.config is not None:
         from prefix_recovery.job_here import job_here
 
         here = explain.with_config(job_here(args.config))
-        entries = iter(calls.in_order(calls.read_ledger(place.store, ledger_codec(), snapshot)))
+        entries = calls.in_order(calls.read_ledger(place.store, ledger_codec(), snapshot))
     document = explain.explain(place, snapshot, entries, here, args.config)
     code = FingerprintMismatch.exit_code if document["restorable"] is False else 0
     return Answer(code, [document], lambda screen: explain.shown(screen, document), notes_of(choice))
@@ -90,9 +90,10 @@ def stats_(args: Namespace, now: float) -> Answer:
 
 def holds_(args: Namespace, now: float) -> Answer:
     place = open_place(args.store)
-    document = holds.holds(place, position(place.store), now)
-    code = Damaged.exit_code if document["unreadable"] else 0
-    return Answer(code, [document], lambda screen: holds.shown(screen, document))
+    at = position(place.store)
+    owners, unreadable = holds.owners_of(place.store, at)
+    document = holds.holds(place, at, owners, unreadable, now)
+    return Answer(worst([item.error for item in unreadable]), [document], lambda screen: holds.shown(screen, document))
 
 
 def doctor_(args: Namespace, now: float) -> Answer:

@@ -53,6 +53,11 @@ def open_place(address: str) -> Place:
         ) from None
 
 
+def open_any(address: str) -> ObjectStore:
+    """What lies at `address`, a store or not yet one. Raises NoStore for a folder that is not there."""
+    return open_store(address)
+
+
 def open_folder(address: str) -> list[tuple[str, str]]:
     """(name, address) of every store right below `address`; empty if it is a store itself. Raises NoStore."""
     store = open_store(address)
@@ -115,7 +120,7 @@ def strangers(store: ObjectStore) -> Strangers:
 
 def in_the_way(store: ObjectStore, key: str) -> str:
     """What kind of thing has the name of `key` in a local store and is no object; empty if nothing does."""
-    root = _path(store)
+    root = local_root(store)
     if not root:
         return ""
     path = os.path.join(root, key)

@@ -25,7 +25,7 @@ from recovery.resume import StopRules
 from recovery.slots import Read, walk_back
 from recovery.snapshots import Snapshot
 from snapshot_inspect import documents
-from snapshot_inspect.calls import by_value
+from snapshot_inspect.calls import in_order
 from snapshot_inspect.documents import Document
 from snapshot_inspect.newest import Adopted, Codecs, would_adopt
 from snapshot_inspect.places import Place
@@ -75,10 +75,7 @@ def plan(place: Place, codecs: Codecs, tail: int, choice: Choice, job: Job, conf
         raise nothing_published()
     adopted, transcripts = _adopt(place, codecs, chosen, choice)
     ledger = chosen.loaded.ledger
-    entries = sorted(
-        (e for e in ledger if e.state == OPEN), key=lambda e: (by_value(e.identity.rollout), e.identity.turn)
-    )
-    calls = [_call(entry, transcripts[entry.call_id], job.stop) for entry in entries]
+    calls = [_call(entry, transcripts[entry.call_id], job.stop) for entry in in_order(ledger) if entry.state == OPEN]
     known = {entry.identity.rollout for entry in ledger}
     not_begun = None if job.samples is None else len(set(job.samples) - known)
     return {

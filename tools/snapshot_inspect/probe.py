@@ -97,10 +97,8 @@ class Scratch:
         kept = self._store.get(self.key("twice")) == b"first"
         if (first, second, kept) == (Put.CREATED, Put.EXISTS, True):
             return True, "the second of two creates of one key is refused"
-        return (
-            False,
-            f"the second of two creates of one key: {second.value}, the first was {'kept' if kept else 'lost'}",
-        )
+        fate = "kept" if kept else "lost"
+        return False, f"the second of two creates of one key was told {second.value!r}, and the first is {fate}"
 
     def _race(self) -> tuple[bool, str]:
         for race in range(RACES):

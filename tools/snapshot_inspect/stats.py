@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -32,12 +33,7 @@ RAW_TOKEN_BYTES = 8
 """An int32 id and a float32 logprob."""
 
 USES = ("newest", "older", "adoptable", "garbage")
-_KINDS = {
-    layout.SEGMENTS: "segments",
-    layout.LEDGERS: "ledger",
-    layout.STATES: "states",
-    layout.GARBAGE: "garbage lists",
-}
+_KINDS = {"seg": "segments", "ledger": "ledger", "state": "states", "gc": "garbage lists"}
 
 
 @dataclass(slots=True)
@@ -64,7 +60,7 @@ def kind_of(key: str) -> str:
         return "log"
     if layout.epoch_of(key) is None:
         return "foreign"
-    return _KINDS[f"{key.partition('/')[0]}/"]
+    return _KINDS[key.partition("/")[0]]
 
 
 def stats(place: Place, found: Verification, sound: Sound | None) -> Document:
@@ -87,7 +83,7 @@ def stats(place: Place, found: Verification, sound: Sound | None) -> Document:
         if item.key.startswith(layout.SEGMENTS):
             epochs[epoch][1].add(item)
         use[_use(item.key, sound.keys, adoptable, garbage)].add(item)
-    n_problems = len(found.findings)
+    said = count_text(len(found.findings), "problem")
     return {
         "store": place.address,
         "snapshot": sound.snapshot.id,
@@ -102,7 +98,7 @@ def stats(place: Place, found: Verification, sound: Sound | None) -> Document:
         "calls": call_figures(sound.ledger),
         "snapshots": _snapshots(found),
         "unfinished": found.leftovers.unfinished,
-        "notes": [f"{count_text(n_problems, 'problem')} found: snapshot-inspect verify STORE"] if n_problems else [],
+        "notes": [f"{said} found: snapshot-inspect verify {shlex.quote(place.address)}"] if found.findings else [],
     }
 
 

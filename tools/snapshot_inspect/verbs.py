@@ -57,10 +57,10 @@ def list_(args: Namespace, now: float) -> Answer:
         raise nothing_published()
     rows = [documents.list_row(place, item, ledger_keys, now) for item in reversed(found)]
     bad = [item.error for item in found if isinstance(item, Unreadable)]
-    return Answer(_worst(bad), rows, lambda screen: views.snapshots(screen, rows))
+    return Answer(worst(bad), rows, lambda screen: views.snapshots(screen, rows))
 
 
-def _worst(errors: list[Damaged | FormatNotUnderstood]) -> int:
+def worst(errors: list[Damaged | FormatNotUnderstood]) -> int:
     if not errors:
         return 0
     return max(error.exit_code for error in errors) if all(_newer(e) for e in errors) else Damaged.exit_code
