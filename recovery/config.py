@@ -72,7 +72,8 @@ class CheckpointingConfig(Block, frozen=True, kw_only=True, forbid_unknown_field
         Meta(description="The newest usable snapshot, none, the newest or fail, or the one with this id."),
     ] = "auto"
     unresumable: Annotated[
-        Literal["restart", "refuse"], Meta(description="What becomes of requests that cannot resume exactly.")
+        Literal["restart", "refuse", "redraw"],
+        Meta(description="Requests that cannot resume exactly; redraw: sampled ones go on with other draws."),
     ] = "restart"
     grace_s: Annotated[
         float, Meta(ge=0, le=YEAR_S, description="Seconds that the last snapshot may take after SIGTERM.")

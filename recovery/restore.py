@@ -285,7 +285,7 @@ def _plan(
         case resume.Finish():
             ledger.finish(entry.call_id, plan.finish_reason, plan.stop_reason)
         case resume.Resume():
-            ledger.resume(entry.call_id, snapshot_id, exactness)
+            ledger.resume(entry.call_id, snapshot_id, "statistical" if plan.difference else exactness)
         case resume.Restart():
             ledger.restart(entry.call_id, snapshot_id, plan.reason)
     return RestoredCall(entry, transcript, plan)

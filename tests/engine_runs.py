@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from recovery import codec, resume
+from recovery import codec
+from recovery import resume_table as table
 from recovery.config import CheckpointingConfig, GymConfig
 from recovery.ledger import Entry
 from recovery.model import Request
@@ -121,6 +122,7 @@ def assert_same(got: Answer, wanted: Answer, tolerance: float = 1e-6) -> None:
     for name in ("token_ids", "text", "finish_reason", "stop_reason", "prompt", "prompt_token_ids", "finished"):
         assert getattr(got, name) == getattr(wanted, name), name
     assert (got.logprobs is None) == (wanted.logprobs is None)
+    assert_same_prompt_logprobs(got, wanted, tolerance)
     assert (got.cumulative_logprob is None) == (wanted.cumulative_logprob is None)
     if wanted.logprobs is not None and got.logprobs is not None:
         assert len(got.logprobs) == len(got.token_ids)
@@ -130,6 +132,15 @@ def assert_same(got: Answer, wanted: Answer, tolerance: float = 1e-6) -> None:
         assert np.allclose(got.sampled, wanted.sampled, rtol=0, atol=tolerance)
     if wanted.cumulative_logprob is not None and got.cumulative_logprob is not None:
         assert abs(got.cumulative_logprob - wanted.cumulative_logprob) <= tolerance * max(1, len(wanted.token_ids))
+
+
+def assert_same_prompt_logprobs(got: Answer, wanted: Answer, tolerance: float) -> None:
+    """The same rows, each with the same ids; values within `tolerance`."""
+    assert (got.prompt_logprobs is None) == (wanted.prompt_logprobs is None)
+    pairs = zip(got.prompt_logprobs or (), wanted.prompt_logprobs or (), strict=True)
+    for one, other in pairs:
+        assert [token for token, _ in one or ()] == [token for token, _ in other or ()]
+        assert np.allclose([v for _, v in one or ()], [v for _, v in other or ()], rtol=0, atol=tolerance)
 
 
 def block(store: Path, **fields: Any) -> CheckpointingConfig:
@@ -150,8 +161,8 @@ async def capturing(
     engine: Any, store: Path, *, last_snapshot: bool = True, pulls: bool = False, **fields: Any
 ) -> AsyncIterator[tuple[Any, RecoverySession]]:
     """A started session over `store` and the engine that captures into it; stopped at the end."""
-    keeps_results = fields.pop("keeps_results", False)
-    session = open_session(engine, block(store, **fields), keeps_results=keeps_results)
+    opening = {name: fields.pop(name) for name in ("keeps_results", "exactness") if name in fields}
+    session = open_session(engine, block(store, **fields), **opening)
     session.pulls = pulls
     session.start()
     try:
@@ -167,7 +178,7 @@ def request_of(name: str, prompt_ids: Sequence[int], params: Any) -> Request:
         rollout=name,
         prompt_token_ids=np.asarray(prompt_ids, dtype=np.int32),
         sampling=sampling,
-        restart_only=resume.restart_only(sampling, {}),
+        restart_only=table.hindrance(sampling, (), frozenset(table.ABILITIES)),
     )
 
 
@@ -187,6 +198,33 @@ async def store_with_cut(engine: Any, store: Path, name: str, params: Any, whole
     """A store whose snapshot holds exactly the first `cut` tokens of the call `whole`."""
     async with capturing(engine, store) as (_, session):
         await put_cut(session, engine, name, params, whole, 0, cut)
+
+
+async def cut_everywhere(
+    engine: Any, store: Path, prompt: Any, params: Any, cuts: Sequence[int] | None = None, tolerance: float = 2e-5
+) -> Answer:
+    """Cut a call at every position (or at `cuts`), carry each on, and compare it with the uninterrupted one.
+
+    Returns the uninterrupted answer. Each resume must have asked the engine for exactly what was left.
+    """
+    whole = await ask(engine, prompt, params, f"bare-{store.name}")
+    n = len(whole.token_ids)
+    chosen = list(range(1, n + 1)) if cuts is None else sorted({cut for cut in cuts if 0 < cut <= n})
+    async with capturing(engine, store) as (_, session):
+        for cut in chosen:
+            await put_cut(session, engine, f"r{cut}", params, whole, 0, cut)
+    async with capturing(engine, store) as (wrapped, session):
+        answers = await asyncio.gather(*(ask(wrapped, prompt, params, f"r{cut}") for cut in chosen))
+        assert session.counters.tokens_captured == sum(n - cut for cut in chosen)
+    for cut, got in zip(chosen, answers, strict=True):
+        try:
+            assert_same(got, whole, tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"cut at {cut} of {n}: {error}") from error
+    stored = read_back(store)
+    assert all(stored.transcripts[f"r{cut}"].token_ids.tolist() == whole.token_ids for cut in chosen)
+    assert all(stored.entries[f"r{cut}"].ended == (whole.finish_reason, whole.stop_reason) for cut in chosen)
+    return whole
 
 
 @dataclass(slots=True)

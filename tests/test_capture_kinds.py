@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recovery import resume
+from recovery import resume_table
 from recovery.errors import InputError
 from tests.conftest import OnLoop
 from tests.engine_runs import (
@@ -67,14 +67,8 @@ def test_what_resumes_is_exact(engine: Any, on_loop: OnLoop[Any], tmp_path: Path
 RESTART_ONLY: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": 0.7}),
     ("seed", {"temperature": 0.7, "seed": 3}),
-    ("presence_penalty", {"presence_penalty": 0.5}),
-    ("frequency_penalty", {"frequency_penalty": 0.5}),
-    ("stop", {"stop": ["ing", "hel"]}),
-    ("bad_words", {"bad_words": ["the"]}),
     ("logprobs", {"logprobs": 2}),
-    ("prompt_logprobs", {"prompt_logprobs": 0}),
     ("structured_outputs", {}),
-    ("extra_args", {"extra_args": {"x": 1}}),
 ]
 
 
@@ -100,7 +94,7 @@ def test_restart_only_kinds_begin_again_by_their_name(
                 answer = await ask(wrapped, PROMPT, params, "r")
             (event,) = session.stored.history(call_id_of("r", PROMPT, params))
             assert (event.at, event.reason.partition(":")[0]) == (cut, name)
-            assert event.reason.partition(": ")[2] == resume.why(name)
+            assert event.reason.partition(": ")[2] == resume_table.why(name)
             assert session.unresumable.restart_only == {name: 1}
             assert session.counters.tokens_captured == len(answer.token_ids)
         if "temperature" not in fields or "seed" in fields:
@@ -115,11 +109,11 @@ def test_restart_only_kinds_begin_again_by_their_name(
 
 def test_restart_only_calls_begin_again_after_an_abort_too(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
     """Within one session: the tokens of the aborted attempt are replaced, in the table and in the store."""
-    params = greedy(30, presence_penalty=0.5)
+    params = greedy(30, temperature=1.0, seed=3)
 
     async def scenario() -> None:
         whole = await ask(engine, PROMPT, params, "bare")
-        with pytest.warns(UserWarning, match="presence_penalty"):
+        with pytest.warns(UserWarning, match="seed"):
             async with capturing(engine, tmp_path, flush=4) as (wrapped, _):
                 for _ in range(2):
                     await abort_after(wrapped, PROMPT, params, "r", 10)
@@ -131,7 +125,7 @@ def test_restart_only_calls_begin_again_after_an_abort_too(engine: Any, on_loop:
     on_loop(scenario())
 
 
-@pytest.mark.parametrize(("name", "fields"), [*RESTART_ONLY[:8], ("n", {"n": 2, "temperature": 1.0})])
+@pytest.mark.parametrize(("name", "fields"), [*RESTART_ONLY[:3], ("n", {"n": 2, "temperature": 1.0})])
 def test_unresumable_refuse_names_the_field(
     engine: Any, on_loop: OnLoop[Any], tmp_path: Path, name: str, fields: dict[str, Any]
 ) -> None:

@@ -66,7 +66,9 @@ def test_k4_characters_of_several_bytes_at_every_byte(engine: Any, text: str) ->
                 continue
             got = ""
             for at in range(cut, len(ids)):
-                shaped = assembly.add(delta_of(ids[at], last=at == len(ids) - 1))
+                delta = delta_of(ids[at], last=at == len(ids) - 1)
+                assert not assembly.settle(delta)
+                shaped = assembly.add(delta)
                 if shaped is not None:
                     part = shaped.outputs[0].text
                     got = got + part if kind == "DELTA" else part

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from recovery import resume
 from recovery.resume import Finish, Restart, Resume, StopRules
+from recovery.resume_table import REDRAW, TRUE_SPLIT
 from tests.fakes import request
 
 STOP = StopRules(eos_token_ids=(2, 7), max_model_len=4096)
@@ -138,62 +139,55 @@ def test_a_whole_answer_of_a_restart_only_call_is_not_thrown_away() -> None:
     )
 
 
-# ---- what is never resumed -------------------------------------------------------------------------------------
+# ---- what an engine and a policy decide ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", sorted(resume.WHY_RESTART_ONLY.keys() - {"temperature", "seed"}))
-def test_every_restart_only_kind_is_named_by_its_field(field: str) -> None:
-    assert resume.restart_only({**GREEDY, "max_tokens": 5, field: 3}, {}) == field
-    assert resume.why(field) == resume.WHY_RESTART_ONLY[field]
+def able(*names: str, blocked_by: str = "") -> StopRules:
+    return dataclasses.replace(STOP, abilities=frozenset(names), blocked_by=blocked_by)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
-        ({}, "temperature"),  # vLLM's default is 1.0
-        ({"temperature": 1.0}, "temperature"),
-        ({"temperature": 0.7, "seed": 1}, "seed"),
-        ({"temperature": 0.7, "seed": None}, "temperature"),
-        ({"temperature": None}, "temperature"),
-        ({"temperature": 1e-5}, "temperature"),  # vLLM draws from here on
-        ({"temperature": 0.99e-5}, ""),
-        ({"temperature": 0}, ""),
-        ({"temperature": 0.0, "seed": 5}, ""),  # nothing is drawn
-    ],
-)
-def test_sampling_is_restart_only_and_greedy_is_not(sampling: dict[str, Any], expected: str) -> None:
-    assert resume.restart_only(sampling, {}) == expected
-
-
-@pytest.mark.parametrize("field", ["extra_args", "a_field_of_next_year", "truncate_prompt_tokens", "logits_processors"])
-def test_an_unknown_field_is_restart_only_by_its_name(field: str) -> None:
-    assert resume.restart_only({**GREEDY, field: 1}, {}) == field
-    assert resume.why(field) == "it is not known to resume exactly"
-
-
-def test_b10_asking_for_prompt_logprobs_is_restart_only() -> None:
-    assert resume.restart_only({**GREEDY, "prompt_logprobs": 0}, {}) == "prompt_logprobs"
+def test_the_same_call_goes_on_where_the_engine_can_and_begins_again_where_not() -> None:
+    asked = {"max_tokens": 64, "presence_penalty": 0.5}
+    assert isinstance(plan(10, stop=able(TRUE_SPLIT), **asked), Resume)
+    decided = plan(10, stop=able(), **asked)
+    assert isinstance(decided, Restart) and decided.reason.startswith("presence_penalty: it counts generated tokens")
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, ""), (0, ""), (1, "logprobs"), (5, "logprobs"), (-1, "logprobs")]
+    ("noted", "begins_again"),
+    [("presence_penalty", False), ("lora_request", True), ("a_field_of_next_year", True), ("", False)],
 )
-def test_l4_only_the_sampled_tokens_logprob_survives(value: int | None, expected: str) -> None:
-    assert resume.restart_only({**GREEDY, "logprobs": value}, {}) == expected
+def test_what_admission_noted_stands_unless_it_was_the_engines_lack(noted: str, begins_again: bool) -> None:
+    sampling = {**GREEDY, "max_tokens": 64, "presence_penalty": 0.5}
+    one = request(prompt=range(8), sampling=sampling, restart_only=noted)
+    decided = resume.plan(one, 10, 50, able(TRUE_SPLIT))
+    assert isinstance(decided, Restart if begins_again else Resume)
+    assert not begins_again or decided.reason.startswith(f"{noted}: ")  # type: ignore[union-attr]
 
 
-def test_every_exact_field_is_exact_and_no_field_is_both() -> None:
-    assert resume.restart_only({**GREEDY, **dict.fromkeys(resume.EXACT_AS_IS, 1)}, {}) == ""
-    assert not resume.EXACT_AS_IS & resume.WHY_RESTART_ONLY.keys()
+def test_what_an_engine_does_to_every_request_blocks_every_call() -> None:
+    decided = plan(10, stop=able(TRUE_SPLIT, blocked_by="logits_processors"), max_tokens=64)
+    assert isinstance(decided, Restart) and decided.reason.startswith("logits_processors: the engine has custom")
 
 
-def test_the_first_field_by_name_is_told() -> None:
-    assert resume.restart_only({**GREEDY, "stop": ["x"], "bad_words": ["y"], "max_tokens": 4}, {}) == "bad_words"
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"temperature": 0.7, "seed": 3}])
+def test_another_draw_is_a_stated_difference_and_only_if_asked_for(sampling: dict[str, Any]) -> None:
+    one = request(prompt=range(8), sampling={"max_tokens": 64, **sampling}, restart_only="temperature")
+    decided = resume.plan(one, 10, 50, able(REDRAW))
+    assert isinstance(decided, Resume) and decided.difference == "another draw from the same distribution"
+    assert isinstance(resume.plan(one, 10, 50, able()), Restart)
 
 
-@pytest.mark.parametrize("name", ["lora_request", "multi_modal_data", "prompt_embeds", "cache_salt"])
-def test_other_arguments_that_change_the_distribution(name: str) -> None:
-    assert resume.restart_only({**GREEDY}, {name: "x"}) == name
+def test_a_greedy_call_has_no_difference() -> None:
+    decided = plan(10, stop=able(REDRAW), max_tokens=64)
+    assert isinstance(decided, Resume) and decided.difference == ""
+
+
+def test_a_full_prefix_with_stop_strings_is_for_its_text_to_finish() -> None:
+    assert plan(32, max_tokens=32, stop=STOP) == Finish("length", None)
+    one = request(prompt=range(8), sampling={**GREEDY, "max_tokens": 32, "stop": ["x"]})
+    assert resume.plan(one, 32, 50, STOP) == Resume(n_prefix=32, max_tokens=0, min_tokens=0)
+    assert resume.plan(one, 32, 2, STOP) == Finish("stop", None)
 
 
 def test_b9_a_plan_changes_nothing_that_siblings_share() -> None:

@@ -9,13 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_hooks.abilities import engine_arguments
     from vllm_hooks.capture import RecoverableEngine
     from vllm_hooks.session import RecoverySession
     from vllm_hooks.start import open_session
 
-__all__ = ["RecoverableEngine", "RecoverySession", "open_session"]
+__all__ = ["RecoverableEngine", "RecoverySession", "engine_arguments", "open_session"]
 
-_HOMES = {"RecoverableEngine": "capture", "RecoverySession": "session", "open_session": "start"}
+_HOMES = {
+    "RecoverableEngine": "capture",
+    "RecoverySession": "session",
+    "engine_arguments": "abilities",
+    "open_session": "start",
+}
 
 
 def __getattr__(name: str) -> Any:

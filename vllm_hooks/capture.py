@@ -49,7 +49,7 @@ class RecoverableEngine:
         self._engine = engine
         self._session = session
         self._tokenizer = surface.tokenizer_of(engine)
-        self._stop = surface.stop_rules(engine)
+        self._stop = session.unresumable.rules(surface.stop_rules(engine))
         self._reader = PullReader(engine)
 
     def __getattr__(self, name: str) -> Any:
@@ -90,9 +90,16 @@ class RecoverableEngine:
             prompt_token_ids=ids,
             sampling=sampling,
             extra=extra,
-            restart_only=resume.restart_only(sampling, extra),
+            restart_only=resume.hindrance(sampling, self._set_of(params, arguments), self._stop),
             source_digest=self._session.source_digests.get(request_id, ""),
         )
+
+    @staticmethod
+    def _set_of(params: Any, arguments: dict[str, Any]) -> list[str]:
+        """What asks for something beside the sampling fields."""
+        extra = params.extra_args or {}
+        given = [name for name, value in arguments.items() if value not in (None, 0, False, {})]
+        return [*given, *(name for name in extra if name.endswith("_transfer_params"))]
 
     async def _captured(
         self, call: LiveCall, engine_input: Any, params: Any, request_id: str, arguments: dict[str, Any]
@@ -108,17 +115,20 @@ class RecoverableEngine:
             call.transcript_ids,
             call.transcript_logprobs,
         )
+        if len(call.transcript_ids) and params.prompt_logprobs is not None:
+            assembly.prompt_logprobs = await self._of_the_prompt(engine_input, params, request_id, arguments)
         if call.ended is not None:
             yield assembly.finished(call.ended.finish_reason, call.ended.stop_reason)
             return
         plan = self._plan(call)
-        if isinstance(plan, resume.Finish):
-            await session.terminal(call, plan.finish_reason, plan.stop_reason)
-            yield assembly.finished(plan.finish_reason, plan.stop_reason)
+        ended = self._ended_by(plan, assembly)
+        if ended is not None:
+            await session.terminal(call, *ended)
+            yield assembly.finished(*ended)
             return
         if isinstance(plan, resume.Resume):
             engine_input = surface.token_prompt([*prompt_ids, *call.transcript_ids], like=engine_input)
-        pulled = self._session.pull(call, self._reader, request_id) if self._may_pull(params) else None
+        pulled = self._session.pull(call, self._reader, request_id) if self._may_pull(params, plan) else None
         engine_params = surface.pulled_params(params) if pulled else surface.capturing_params(params)
         if isinstance(plan, resume.Resume):
             surface.resuming_params(engine_params, plan)
@@ -127,9 +137,12 @@ class RecoverableEngine:
             async with contextlib.aclosing(stream):
                 try:
                     async for output in stream:
+                        ended_here = assembly.settle(output)
                         shaped = await self._take(call, pulled, output, assembly)
                         if shaped is not None:
                             yield shaped
+                        if ended_here:
+                            break  # the engine does not know; leaving its stream aborts the request
                 finally:
                     # An abort is a cut. When the caller leaves, what is there is read before the engine is told; a
                     # cancelled wait has told it already, and costs what came since the last poll.
@@ -141,8 +154,28 @@ class RecoverableEngine:
                 session.fail(error)
             raise
 
-    def _may_pull(self, params: Any) -> bool:
+    async def _of_the_prompt(
+        self, engine_input: Any, params: Any, request_id: str, arguments: dict[str, Any]
+    ) -> Any | None:
+        """The prompt's logprobs of a call that is not begun at its prompt any more (case B10)."""
+        only = surface.prompt_only_params(params)
+        output = await drain(self._engine.generate(engine_input, only, f"{request_id}-prompt", **arguments))
+        return output.prompt_logprobs
+
+    def _may_pull(self, params: Any, plan: resume.ResumePlan) -> bool:
+        if isinstance(plan, resume.Resume) and params.repetition_detection is not None:
+            return False  # what ends it may lie before the cut, so that each token has to be looked at
         return self._session.pulls and self._reader.readable and can_pull(params)
+
+    @staticmethod
+    def _ended_by(plan: resume.ResumePlan, assembly: Assembly) -> tuple[str, int | str | None] | None:
+        """Finish and stop reason, if the saved tokens are the whole answer."""
+        if isinstance(plan, resume.Finish):
+            return plan.finish_reason, plan.stop_reason
+        if not isinstance(plan, resume.Resume):
+            return None
+        ended = assembly.begin()
+        return ("length", None) if ended is None and plan.max_tokens == 0 else ended
 
     def _plan(self, call: LiveCall) -> resume.ResumePlan:
         n = len(call.transcript_ids)

@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from vllm_hooks.abilities import fields_of
 from vllm_hooks.surface import tokenizer_of
 
 FULL_BYTES = 2 << 30
@@ -69,6 +70,7 @@ def machine_fields() -> dict[str, Any]:
         "torch.version": metadata.version("torch"),
         "engine.environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("VLLM_CPU_ATTN")},
         "machine": platform.machine(),
+        **fields_of(engine),
     }
 
 

@@ -7,7 +7,8 @@ Invariants:
 1. What the caller did not ask for is not there: no logprobs, no text without detokenize (case L4).
 2. A resumed call looks like one that was never interrupted: original prompt, all tokens, all logprobs, whole text,
    one cumulative logprob; a DELTA caller gets the prefix as its first delta.
-3. The last output is the engine's object with its own finish and stop reason.
+3. The last output is the engine's object with its own finish and stop reason, unless the call ended by something that
+   only its whole text or all its tokens show: a stop string or a repetition that began before the cut.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ from typing import Any
 
 from vllm_hooks import surface
 
+REPETITION = ("repetition", "repetition_detected")
+"""Finish and stop reason of a call that repeats itself, in vLLM's words."""
+
 
 class Assembly:
-    """The outputs of one call as its caller wants them."""
+    """The outputs of one call as its caller wants them.
+
+    `prompt_logprobs` are the engine's, or set by who asked for them apart; a stream of deltas has them once.
+    """
 
     def __init__(
         self,
@@ -39,7 +46,7 @@ class Assembly:
         self._request_id = request_id
         self._prompt_ids = prompt_ids
         self._prompt_text = prompt_text
-        self._prompt_logprobs: Any = None
+        self.prompt_logprobs: Any = None
         self._ids: list[int] = list(prefix_ids)
         self._text = ""
         self._logprobs: list[Any] = []
@@ -48,23 +55,83 @@ class Assembly:
         self._unsent = len(self._ids)
         self._detokenizer = None
         self._undecoded: list[int] = []
+        self._repetition = getattr(params, "repetition_detection", None) if self._resumed else None
+        self._min_tokens = int(params.min_tokens)
         if self._resumed:
             self._detokenizer = surface.detokenizer(tokenizer, params, prompt_ids, request_id)
             self._undecoded = list(self._ids)
             if self._wants_logprobs:
                 self._logprobs = surface.logprob_entries(prefix_ids, prefix_logprobs, tokenizer)
 
-    def add(self, output: Any) -> Any | None:
-        """The engine's delta, turned into what the caller is given now, or None."""
+    def begin(self) -> tuple[str, str] | None:
+        """Whether the saved tokens already hold a stop string or a repetition: its finish and stop reason.
+
+        To be asked before anything is generated, of a call whose last saved token does not end it.
+        """
+        if not self._resumed:
+            return None
+        stop = self._feed([], by_token=False)
+        if stop is not None:
+            return "stop", stop
+        return REPETITION if self._repeats(len(self._ids)) else None
+
+    def settle(self, output: Any) -> bool:
+        """Look for what ends a resumed call across the joint. True: `output` is its last one, and trimmed.
+
+        To be asked of each engine output before its tokens are captured.
+        """
+        if not self._resumed:
+            return False
         completion = output.outputs[0]
         fresh = list(completion.token_ids)
-        self._ids.extend(fresh)
+        assert self._detokenizer is not None
+        before = self._detokenizer.num_output_tokens() if not self._undecoded else len(self._ids)
+        stop = self._feed(fresh, by_token=completion.finish_reason == "stop")
+        ended: tuple[str, str] | None = None
+        keep = len(fresh)
+        if stop is not None:
+            ended, keep = ("stop", stop), self._detokenizer.num_output_tokens() - before
+        self._ids.extend(fresh[:keep])
+        if ended is None and completion.finish_reason is None and self._repetition is not None:
+            for kept in range(1, keep + 1):
+                if self._repeats(before + kept):
+                    ended = REPETITION
+                    del self._ids[before + kept :]
+                    keep = kept
+                    break
+        if ended is None:
+            return False
+        surface.trim(output, keep)
+        completion.finish_reason, completion.stop_reason = ended
+        output.finished = True
+        return True
+
+    def _repeats(self, n_tokens: int) -> bool:
+        if self._repetition is None or n_tokens < self._min_tokens:
+            return False
+        return surface.repeats(self._ids[:n_tokens], self._repetition)
+
+    def _feed(self, ids: list[int], *, by_token: bool) -> str | None:
+        """Decode `ids`, and the prefix before the first of them; the token that stopped has no text.
+
+        Returns the stop string that is there now.
+        """
+        assert self._detokenizer is not None
+        ids, self._undecoded = [*self._undecoded, *ids], []
+        stop: str | None = self._detokenizer.update(ids, by_token)
+        return stop
+
+    def add(self, output: Any) -> Any | None:
+        """The engine's delta, once settled, turned into what the caller is given now, or None."""
+        completion = output.outputs[0]
+        fresh = list(completion.token_ids)
         if self._detokenizer is not None:
-            text = self._decode(fresh, completion.finish_reason, completion.stop_reason, output.finished)
+            text = self._detokenizer.get_next_output_text(output.finished, True)
         else:
+            self._ids.extend(fresh)
             text = completion.text
         if output.prompt_logprobs:
-            self._prompt_logprobs = output.prompt_logprobs  # a stream of deltas has them once
+            self.prompt_logprobs = output.prompt_logprobs
         self._text += text
         if self._wants_logprobs and completion.logprobs is not None:
             self._logprobs.extend(completion.logprobs)
@@ -72,15 +139,6 @@ class Assembly:
             return None
         self._shape(output, completion, fresh, text)
         return output
-
-    def _decode(self, ids: list[int], finish_reason: str | None, stop_reason: int | str | None, finished: bool) -> str:
-        """The text that `ids`, and the prefix before the first of them, add; the token that stopped has none."""
-        assert self._detokenizer is not None
-        ids, self._undecoded = [*self._undecoded, *ids], []
-        by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
-        self._detokenizer.update(ids, by_token)
-        text: str = self._detokenizer.get_next_output_text(finished, True)
-        return text
 
     def _shape(self, output: Any, completion: Any, fresh: list[int], text: str) -> None:
         if self._resumed:
@@ -92,11 +150,13 @@ class Assembly:
             self._unsent = 0
             completion.token_ids = self._ids[:first] + fresh if first else fresh
             completion.text = text
+            if self._resumed:
+                output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
             if self._wants_logprobs:
                 completion.logprobs = self._logprobs if first else completion.logprobs
                 self._logprobs = []
         else:
-            output.prompt_logprobs = self._prompt_logprobs
+            output.prompt_logprobs = self.prompt_logprobs
             completion.token_ids = list(self._ids)
             completion.text = self._text
             completion.logprobs = list(self._logprobs) if self._wants_logprobs else None
@@ -110,7 +170,8 @@ class Assembly:
 
         text = ""
         if self._detokenizer is not None:
-            text = self._decode([], finish_reason, stop_reason, True)
+            self._feed([], by_token=finish_reason == "stop" and not isinstance(stop_reason, str))
+            text = self._detokenizer.get_next_output_text(True, True)
         completion = CompletionOutput(
             index=0,
             text=self._text + text,
@@ -124,7 +185,7 @@ class Assembly:
             request_id=self._request_id,
             prompt=self._prompt_text,
             prompt_token_ids=self._prompt_ids,
-            prompt_logprobs=None,
+            prompt_logprobs=self.prompt_logprobs,
             outputs=[completion],
             finished=True,
         )

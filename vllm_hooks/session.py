@@ -135,9 +135,8 @@ class RecoverySession:
         """
         if effective_mode(config) == "off":
             return cls(config, None, keeps_results=keeps_results)
-        opened = open_store_for(
-            config, must or {}, recorded or {}, stop or StopRules((), 1 << 30), owner=owner, exactness=exactness
-        )
+        rules = Unresumable(config.unresumable).rules(stop or StopRules((), 1 << 30))
+        opened = open_store_for(config, must or {}, recorded or {}, rules, owner=owner, exactness=exactness)
         return cls(config, opened, keeps_results=keeps_results)
 
     def _wire(self, opened: Opened) -> None:

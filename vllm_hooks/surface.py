@@ -22,6 +22,9 @@ import numpy as np
 
 from recovery.model import Int32Array
 from recovery.resume import Resume, StopRules
+from recovery.resume_table import PREFIX_SAFE
+from vllm_hooks.abilities import abilities_of
+from vllm_hooks.marks import mark
 
 _DELIVERY = frozenset({"output_kind", "stream_interval", "skip_clone", "flat_logprobs", "detokenize"})
 """How outputs reach the caller; not part of what the call is."""
@@ -38,6 +41,8 @@ def sampling_fields(params: Any) -> dict[str, Any]:
         if name.startswith("_") or name in _DELIVERY or name == "output_text_buffer_length":
             continue
         value = getattr(params, name)
+        if isinstance(value, np.ndarray):
+            value = value.tolist()
         if value != getattr(fresh, name) and value not in ([], {}, ""):
             found[name] = _jsonable(value)
     if found.get("skip_reading_prefix_cache") is False:
@@ -86,7 +91,9 @@ def stop_rules(engine: Any) -> StopRules:
     ids = ([primary] if primary is not None else []) + [other for other in others if other != primary]
     if primary is None and ids:
         ids.insert(0, -1)  # the first place is the engine's own end-of-sequence id, and it has none
-    return StopRules(eos_token_ids=tuple(ids), max_model_len=int(config.max_model_len))
+    abilities = abilities_of(engine)
+    blocked = "" if PREFIX_SAFE in abilities else "logits_processors"
+    return StopRules(tuple(ids), int(config.max_model_len), abilities, blocked)
 
 
 def _tokenizer_of(engine: Any) -> Any | None:
@@ -165,15 +172,58 @@ def pulled_params(params: Any) -> Any:
     return clone
 
 
+def prompt_only_params(params: Any) -> Any:
+    """For the logprobs of the prompt alone, of a call with saved tokens: one token is generated and thrown away."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=params.prompt_logprobs,
+        flat_logprobs=params.flat_logprobs,
+        detokenize=params.detokenize,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
 def resuming_params(clone: Any, plan: Resume) -> Any:
-    """For the rest of a call: budgets reduced, text left to us (a resumed detokenizer starts wrong).
+    """For the rest of a call: budgets reduced, text and penalties left to us.
+
+    A resumed detokenizer would start wrong, and the engine would take the prefix for prompt.
 
     `clone` comes from capturing_params or pulled_params and is changed in place.
     """
+    mark(clone, prefix=plan.n_prefix)
+    if clone.presence_penalty or clone.frequency_penalty:
+        # All three together: the engine applies repetition first, and would apply it to what we already lowered.
+        mark(clone, penalties=[clone.presence_penalty, clone.frequency_penalty, clone.repetition_penalty])
+        clone.presence_penalty, clone.frequency_penalty, clone.repetition_penalty = 0.0, 0.0, 1.0
     clone.max_tokens = plan.max_tokens
     clone.min_tokens = plan.min_tokens
     clone.detokenize = False
+    clone.stop = []
+    clone.prompt_logprobs = None
+    clone.output_text_buffer_length = 0
     return clone
+
+
+def trim(output: Any, keep: int) -> None:
+    """Cut the delta of an engine output down to its first `keep` tokens, as if no more had come."""
+    completion = output.outputs[0]
+    dropped = sampled_logprobs(completion.token_ids[keep:], completion.logprobs and completion.logprobs[keep:])
+    if completion.cumulative_logprob is not None:
+        completion.cumulative_logprob -= sum(dropped or ())
+    completion.token_ids = completion.token_ids[:keep]
+    if completion.logprobs is not None:
+        completion.logprobs = completion.logprobs[:keep]
+
+
+def repeats(token_ids: Sequence[int], params: Any) -> bool:
+    """vLLM's own look at the end of an answer, for `repetition_detection`."""
+    from vllm.v1.core.sched.utils import check_sequence_repetition
+
+    return bool(check_sequence_repetition(token_ids, params))
 
 
 def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float] | None:

@@ -1,7 +1,7 @@
 """Requests that cannot be resumed exactly: refused, or accepted with one warning per kind. Named, never silent.
 
-Owns: the policy `unresumable` and the counts of what was let through.
-Does not know: which requests those are (recovery.resume, surface.py).
+Owns: the policy `unresumable`, what it adds to what may be resumed, and the counts of what was let through.
+Does not know: which requests those are (recovery.resume_table, surface.py).
 
 Invariants:
 1. With `refuse` no such request reaches the engine; with `restart` every one is counted by the name of its field.
@@ -10,21 +10,28 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Literal
 
-from recovery import resume
+from recovery import resume_table
 from recovery.errors import InputError
 from recovery.model import Request
+from recovery.resume import StopRules
 
 
 class Unresumable:
     """`uncaptured` and `restart_only` count requests by field name."""
 
-    def __init__(self, policy: Literal["restart", "refuse"]) -> None:
+    def __init__(self, policy: Literal["restart", "refuse", "redraw"]) -> None:
         self._policy = policy
         self.uncaptured: dict[str, int] = {}
         self.restart_only: dict[str, int] = {}
+
+    def rules(self, stop: StopRules) -> StopRules:
+        """What may be resumed on an engine with these rules, under this policy."""
+        added = {resume_table.REDRAW} if self._policy == "redraw" else set()
+        return dataclasses.replace(stop, abilities=stop.abilities | added)
 
     def pass_through(self, request_id: str, kind: str) -> None:
         """A request of which nothing can be stored in this version. Raises InputError if it is refused."""
@@ -38,9 +45,9 @@ class Unresumable:
     def _note(self, request_id: str, kind: str, counts: dict[str, int], what: str) -> None:
         if self._policy == "refuse":
             raise InputError(
-                f"request {request_id!r} is refused because of {kind}: {resume.why(kind)}",
-                hint="leave the field out, or set rollout_checkpointing.unresumable: restart",
+                f"request {request_id!r} is refused because of {kind}: {resume_table.why(kind)}",
+                hint=f"{resume_table.row(kind).do or 'leave the field out'}, or set unresumable: restart",
             )
         counts[kind] = counts.get(kind, 0) + 1
         if counts[kind] == 1:
-            warnings.warn(f"a request with {kind} {what}: {resume.why(kind)}", stacklevel=3)
+            warnings.warn(f"a request with {kind} {what}: {resume_table.why(kind)}", stacklevel=3)

@@ -33,7 +33,8 @@ from recovery.model import CallId, Chunk, Ended, Opened, PolicyVersion, Record, 
 from recovery.ports import ObjectStore
 from recovery.publication import Publication
 from recovery.restore import choose, compatibility_record, restore
-from recovery.resume import StopRules, why
+from recovery.resume import StopRules
+from recovery.resume_table import why
 from recovery.slots import SlotLog
 from recovery.snapshots import make_root
 from recovery.staging import Stager

@@ -27,6 +27,7 @@ from typing import Any
 
 from prefix_recovery.output_lock import FOLDER_PREFIX
 from recovery.errors import ConfigError
+from vllm_hooks.abilities import engine_arguments
 
 CPU_ENVIRONMENT = {
     # One process less and one import of vLLM less; the engine core stays a process of its own.
@@ -168,7 +169,8 @@ def _arguments(model: str, arguments: Mapping[str, Any]) -> Any:
                 f"engine.{name}: this vLLM has no such argument" + (f"; did you mean {near[0]}?" if near else ""),
                 hint="engine arguments are passed to vLLM as they are",
             )
-    return AsyncEngineArgs(model=model, **{**default_arguments(arguments), **arguments})
+    given = {**default_arguments(arguments), **arguments}
+    return AsyncEngineArgs(model=model, **(engine_arguments(**given) if is_cpu_build() else given))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,30 @@
+"""What the front end tells our parts inside the engine about one request, in its `extra_args`.
+
+Owns: the key, and how a mark is put there and read.
+Does not know: what is made of it.
+
+Invariants:
+1. A caller's own `extra_args` are kept.
+2. A mark holds only what JSON and msgpack carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+KEY = "prefix_recovery"
+
+
+def mark(params: Any, **facts: Any) -> None:
+    """Add facts to the mark of a SamplingParams that is ours to change."""
+    extra = dict(params.extra_args or {})
+    extra[KEY] = {**extra.get(KEY, {}), **facts}
+    params.extra_args = extra
+
+
+def mark_of(params: Any) -> Mapping[str, Any]:
+    """The mark of a request; empty for most."""
+    extra = params.extra_args
+    found: Mapping[str, Any] = extra.get(KEY, {}) if extra else {}
+    return found
