@@ -59,6 +59,7 @@ def engine_fields(engine: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "engine.pipeline_parallel": int(parallel.pipeline_parallel_size),
         "engine.data_parallel": int(parallel.data_parallel_size),
         "engine.enforce_eager": bool(model.enforce_eager),
+        **fields_of(engine),
     }
     return must, recorded
 
@@ -70,7 +71,6 @@ def machine_fields() -> dict[str, Any]:
         "torch.version": metadata.version("torch"),
         "engine.environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("VLLM_CPU_ATTN")},
         "machine": platform.machine(),
-        **fields_of(engine),
     }
 
 
