@@ -8,17 +8,34 @@ Invariants:
 2. Per call and attempt, records leave in the order opened, runs by position, ended; none twice, none lost.
 3. A call that was ended takes no more tokens; a call that was interrupted can be carried on at its end.
 4. The cost of `freeze` is O(calls that changed since the last one), whatever the number of tokens.
+5. What a store turned out not to have kept is handed over again, from the transcript (`rewind`). Until an end is known
+   to be published (`settled`) its call stays here for that.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from recovery.buffer import Run, TokenBuffer
-from recovery.model import Array, CallId, Ended, Opened, PolicyVersion, Request
+from recovery.model import MAX_TOKENS_PER_CHUNK, Array, CallId, Ended, Opened, PolicyVersion, Request
 
 Captured = Opened | Run | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUpTo:
+    """What the ledger has of a call: `n_tokens` of it, and which attempt's records it takes next."""
+
+    attempt: int
+    n_tokens: int
+
+
+Stored = Mapping[CallId, StoredUpTo | None]
+"""By call; None: the ledger does not know the call (any more)."""
 
 
 class LiveCall:
@@ -38,6 +55,7 @@ class LiveCall:
         "ended",
         "in_use",
         "request",
+        "settled",
         "transcript_ids",
         "transcript_logprobs",
         "version_spans",
@@ -58,6 +76,8 @@ class LiveCall:
         self.ended: Ended | None = None
         self.in_use = True
         """A caller's stream is attached; False after an abort or error, until the same request comes again."""
+        self.settled = False
+        """Its end is in a published snapshot."""
 
     @property
     def n_tokens(self) -> int:
@@ -117,6 +137,29 @@ class LiveCall:
         """The store has the terminal record already: nothing of this call is written again."""
         self.end(finish_reason, stop_reason)
         self._ended = None
+        self.settled = True
+
+    def rewind(self, stored: StoredUpTo | None) -> None:
+        """Hand over again what `stored` lacks, but for wide columns. What is on its way all the same is rejected there."""
+        if self.settled or (stored is not None and stored.attempt > self.attempt):
+            return
+        first = stored.n_tokens if stored is not None and stored.attempt == self.attempt else 0
+        if stored is None or stored.attempt < self.attempt:
+            self._opened = Opened(call_id=self.call_id, attempt=self.attempt, request=self.request)
+        self._buffer = TokenBuffer(self.call_id, self.attempt, first)
+        for start, end, version in self.version_spans:
+            for at, stop, with_logprobs in self._alike(max(start, first), end):
+                logprobs = self.transcript_logprobs[at:stop] if with_logprobs else None
+                self._buffer.append(self.transcript_ids[at:stop], logprobs, version)
+        self._ended = self.ended
+        self._table.changed(self)
+
+    def _alike(self, start: int, end: int) -> Iterable[tuple[int, int, bool]]:
+        """[start, end) in runs that can be chunks: all with logprobs, or all without."""
+        for absent, group in groupby(range(start, end), lambda i: math.isnan(self.transcript_logprobs[i])):
+            positions = list(group)
+            for at in range(positions[0], positions[-1] + 1, MAX_TOKENS_PER_CHUNK):
+                yield at, min(at + MAX_TOKENS_PER_CHUNK, positions[-1] + 1), not absent
 
     def _take(self) -> list[Captured]:
         taken: list[Captured] = []
@@ -181,9 +224,22 @@ class CallTable:
         """Drop an ended call once its caller has its result; what was not yet frozen still goes with a freeze."""
         self._calls.pop(call_id, None)
 
-    def ended(self) -> list[LiveCall]:
-        """Calls that have ended and were not forgotten yet."""
-        return [call for call in self._calls.values() if call.ended is not None]
+    def rewind(self, stored: Stored) -> None:
+        """The store turned out to have only this of these calls; each hands over the rest again."""
+        for call_id, what in stored.items():
+            if (call := self._calls.get(call_id)) is not None:
+                call.rewind(what)
+
+    def settle(self, call_ids: Iterable[CallId]) -> None:
+        """The ends of these calls are published."""
+        for call_id in call_ids:
+            if (call := self._calls.get(call_id)) is not None and call.ended is not None:
+                call.settled = True
+
+    def forget_settled(self) -> None:
+        """Drop the ended calls that nobody reads and that never have to be handed over again."""
+        for call in [call for call in self._calls.values() if call.settled and not call.in_use]:
+            self.forget(call.call_id)
 
     def longest_pending(self) -> int:
         """Tokens of the call with the most unfrozen ones: what a crash now would cost one call."""

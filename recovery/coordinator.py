@@ -10,6 +10,7 @@ Invariants:
 3. An error of the tree abandons the attempt; Fenced stops the coordinator; anything else is a program error, is raised,
    and still leaves hold and fence released.
 4. What the fleet handed over is applied to the ledger once, by this attempt or a later one.
+5. What the ledger took back because it does not read back is asked for again, whatever becomes of the attempt.
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from recovery.calls import Stored, StoredUpTo
 from recovery.errors import Fenced, RecoveryError, SnapshotAbandoned
+from recovery.ledger import EndedAt
 from recovery.log import Slot
+from recovery.model import CallId
 from recovery.ports import Clock
 from recovery.protocol import Effect, Event, SnapshotMachine, Verdict
 from recovery.publication import Draft, Publication
 from recovery.staging import Staged
 
 T = TypeVar("T")
+
+DELETING_SHARE = 0.5
+"""Of an attempt's time: deletions stop there, so that a great deal of garbage does not hold up the next snapshot."""
 
 
 class Fleet(Protocol):
@@ -55,6 +62,9 @@ class Fleet(Protocol):
 
     def stage(self, timeout_s: float) -> list[Staged]:
         """Everything stored since the last call, the cut included, in order."""
+
+    def rewind(self, stored: Stored) -> None:
+        """The store kept no more than this of these calls: let them hand over the rest again. Returns at once."""
 
 
 def in_this_thread(work: Callable[[], T], timeout_s: float) -> T:
@@ -113,7 +123,8 @@ class InOneThread:
 
 @dataclass(slots=True)
 class Attempt:
-    """What one attempt did; `snapshot` is the id if it was published."""
+    """What one attempt did; `snapshot` is the id if it was published, `ended` the calls whose end it is the first to
+    contain."""
 
     cause: str
     verdict: Verdict = Verdict.ABANDONED
@@ -123,6 +134,7 @@ class Attempt:
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_written: int = 0
     collected: int = 0
+    ended: tuple[CallId, ...] = ()
 
 
 class Coordinator:
@@ -149,6 +161,7 @@ class Coordinator:
         self._arrived: deque[Staged] = deque()
         self._unvalidated: list[Staged] = []
         self._draft: Draft | None = None
+        self._ended: list[CallId] = []
         self.rejected: dict[str, int] = {}
         """How many records did not fit the ledger, by reason."""
 
@@ -185,8 +198,11 @@ class Coordinator:
     def _collect(self, attempt: Attempt, deadline: float) -> None:
         """Hint and garbage: after everybody was released. A failure leaves garbage for later, not damage."""
         began = self._clock.monotonic()
+        enough = began + DELETING_SHARE * self._left(deadline)
         try:
-            attempt.collected = self._bounded(self._publication.collect, self._left(deadline))
+            attempt.collected = self._bounded(
+                lambda: self._publication.collect(lambda: self._clock.monotonic() < enough), self._left(deadline)
+            )
         except Fenced as error:
             attempt.verdict, attempt.error, attempt.step = Verdict.FENCED, error, "collect garbage"
         except RecoveryError as error:
@@ -227,6 +243,7 @@ class Coordinator:
                 # The id is noted in this thread: of a slot that lands after the deadline this attempt knows nothing.
                 slot = self._bounded(lambda: self._publish(attempt.cause), left_s)
                 attempt.snapshot, attempt.bytes_written = slot.seq, slot.body["bytes_written"]
+                attempt.ended, self._ended = tuple(self._ended), []
             case Effect.LOWER_FENCE:
                 fleet.lower_fence()
             case Effect.RESUME:
@@ -239,11 +256,14 @@ class Coordinator:
         ledger = self._publication.ledger
         while self._arrived:
             item = self._arrived.popleft()
-            ledger.describe(item.info)
-            for at in item.coordinates:
-                reason = ledger.apply(at)
-                if reason:
-                    self.rejected[reason] = self.rejected.get(reason, 0) + 1
+            with self._publication.lock:
+                ledger.describe(item.info)
+                for at in item.coordinates:
+                    reason = ledger.apply(at)
+                    if reason:
+                        self.rejected[reason] = self.rejected.get(reason, 0) + 1
+                    elif isinstance(at, EndedAt):
+                        self._ended.append(at.call_id)
             self._publication.flushed[item.writer] = item.flush
             self._unvalidated.append(item)
 
@@ -254,13 +274,25 @@ class Coordinator:
 
     def _validate(self) -> None:
         assert self._draft is not None
-        wrong = self._publication.validate(self._draft, self._unvalidated)
+        try:
+            wrong = self._publication.validate(self._draft, self._unvalidated)
+        finally:
+            self._ask_again()
         self._unvalidated = []
         if wrong:
             raise SnapshotAbandoned(
                 f"{len(wrong)} freshly written segments did not read back: {wrong[0]}",
-                hint="their calls keep what came before; check the disk or bucket before you trust it further",
+                hint="their calls hand over the rest again; check the disk or bucket before you trust it further",
             )
+
+    def _ask_again(self) -> None:
+        """Tell the fleet what the ledger has of the calls of which it took something back (invariant 5)."""
+        retracted, self._publication.retracted = self._publication.retracted, set()
+        if not retracted:
+            return
+        self._ended = [call_id for call_id in self._ended if call_id not in retracted]
+        entries = {call_id: self._publication.ledger.get(call_id) for call_id in retracted}
+        self._fleet.rewind({i: e and StoredUpTo(e.attempt, e.n_tokens) for i, e in entries.items()})
 
     def _publish(self, cause: str) -> Slot:
         assert self._draft is not None

@@ -68,6 +68,8 @@ class EndedAt:
     stop_reason: int | str | None
 
 
+_EVERYTHING = Change(0, identity=True, history=True)
+
 Coordinates = OpenedAt | ChunkAt | EndedAt
 
 
@@ -114,6 +116,15 @@ class Ledger:
 
     def segments_in_use(self) -> set[str]:
         return self._segments.in_use()
+
+    def excerpt(self, call_ids: Iterable[CallId]) -> Ledger:
+        """Copies of these calls (of those that are known), for somebody who reads while this ledger goes on."""
+        part = Ledger()
+        for entry in filter(None, map(self._entries.get, call_ids)):
+            for at in (entry.identity.opened, *(chunk.at for chunk in entry.chunks)):
+                part.describe(self._segments[at.segment])
+            part._merge(row_of(entry.call_id, entry, _EVERYTHING))
+        return part
 
     def counts(self) -> Counts:
         return Counts(
@@ -272,8 +283,7 @@ class Ledger:
 
     def base(self) -> list[LedgerRow]:
         """Rows for everything."""
-        everything = Change(0, identity=True, history=True)
-        return [row_of(entry.call_id, entry, everything) for entry in self]
+        return [row_of(entry.call_id, entry, _EVERYTHING) for entry in self]
 
     def segment_tables(self, rows: Iterable[LedgerRow], *, base: bool) -> tuple[list[SegmentInfo], list[str]]:
         """The segments that `rows` mention: those to describe, and those that ancestors described."""

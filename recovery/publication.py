@@ -8,11 +8,14 @@ Invariants (docs/format.md, section 11):
 2. A failure at any call leaves the last published snapshot and this ledger's changes as they were: the next attempt
    contains them.
 3. Deletion follows retention.py and never precedes the publication of its intent.
+4. The ledger is changed by one thread at a time, under `lock`; others read an excerpt of it. Nothing waits for a store
+   under the lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from recovery import layout
@@ -20,14 +23,12 @@ from recovery.codec import canonical_json, sha256_hex
 from recovery.errors import Damaged, DigestMismatch, RecoveryError
 from recovery.ledger import Ledger
 from recovery.log import Slot
+from recovery.model import CallId
 from recovery.ports import Entropy, LedgerCodec, ObjectStore, SegmentCodec
 from recovery.retention import Retention
 from recovery.slots import SlotLog
 from recovery.snapshots import LedgerWriter, ObjectRef, PendingLedger, get_object, put_object
 from recovery.staging import Staged, coordinates_of
-
-DELETES_PER_COLLECTION = 256
-"""So that a great deal of garbage never takes a snapshot's time for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,9 @@ class Publication:
         self._entropy = entropy
         self.log = log
         self.ledger = ledger
+        self.lock = threading.Lock()
+        self.retracted: set[CallId] = set()
+        """Calls of which `validate` took something back; whoever tells them empties it."""
         self.writer = LedgerWriter(store, ledgers, entropy, log.epoch)
         self.retention = Retention(keep_latest_k)
         self.flushed: dict[str, int] = {}
@@ -74,6 +78,11 @@ class Publication:
     def reached(self) -> set[str]:
         """Keys of everything that the last published snapshot references."""
         return self._reached | set(self._chain)
+
+    def excerpt(self, call_ids: Iterable[CallId]) -> Ledger:
+        """These calls as the ledger has them now. From any thread."""
+        with self.lock:
+            return self.ledger.excerpt(call_ids)
 
     def record(self, states: Mapping[str, bytes]) -> Draft:
         """Write the ledger object and those states that changed."""
@@ -102,7 +111,10 @@ class Publication:
             try:
                 self._check_segment(staged)
             except Damaged as error:
-                self.ledger.retract(staged.info.key, {at.call_id for at in staged.coordinates})
+                call_ids = {at.call_id for at in staged.coordinates}
+                with self.lock:
+                    self.ledger.retract(staged.info.key, call_ids)
+                self.retracted |= call_ids
                 wrong.append(error)
         get_object(self._store, draft.ledger.ref)
         for name, ref in draft.states.items():
@@ -147,14 +159,15 @@ class Publication:
         # Counted as dropped by the snapshot that was just published: `collect` comes after this.
         self.retention.drop(sorted(dropped))
 
-    def collect(self) -> int:
+    def collect(self, go_on: Callable[[], bool] = lambda: True) -> int:
         """After a publication: leave the hint, delete what was intended earlier, intend what is due.
 
-        Returns the number of objects deleted. A failure here costs nothing but garbage; it is raised for counting.
+        `go_on` is asked before each deletion; what it stops is deleted by a later collection. Returns the number of
+        objects deleted. A failure here costs nothing but garbage; it is raised for counting.
         """
         self.log.leave_hint()
         work = self.retention.published()
-        self._delete(work.delete)
+        n_deleted = self._delete(work.delete, go_on)
         # A list of garbage is garbage itself, but not worth a slot of its own: it goes with the next real intent.
         if any(not key.startswith(layout.GARBAGE) for key in work.intend):
             key = layout.garbage_key(self.log.epoch, self._entropy.hex(8))
@@ -162,16 +175,16 @@ class Publication:
             self.log.append("gc", {"victims": victims.as_json(), "count": len(work.intend)})
             self.retention.intended()
             self.retention.drop([key])
-        return min(len(work.delete), DELETES_PER_COLLECTION)
+        return n_deleted
 
-    def _delete(self, keys: tuple[str, ...]) -> None:
-        """Delete some now; what is over the limit, or follows a failure, is deleted by a later collection."""
-        for number, key in enumerate(keys):
-            try:
-                if number == DELETES_PER_COLLECTION:
-                    self.retention.postpone(keys[number:])
-                    return
+    def _delete(self, keys: tuple[str, ...], go_on: Callable[[], bool]) -> int:
+        n = 0
+        try:
+            for key in keys:
+                if not go_on():
+                    break
                 self._store.delete(key)
-            except RecoveryError:
-                self.retention.postpone(keys[number:])
-                raise
+                n += 1
+        finally:
+            self.retention.postpone(keys[n:])
+        return n

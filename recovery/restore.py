@@ -45,6 +45,9 @@ from recovery.resume import ResumePlan, StopRules
 from recovery.slots import walk_back
 from recovery.snapshots import Loaded, Snapshot, load
 
+DELETES_PER_RESTORE = 256
+"""So that a great deal of garbage does not keep a job from starting; the rest goes with its first snapshots."""
+
 Choice = Literal["auto", "never", "strict"] | int
 
 
@@ -268,7 +271,8 @@ def _collect(
             known = {log.tail: publication.reached()}
             unreached = garbage.unreached(store, ledgers, log.tail, log.epoch, keep_latest_k, known)
             publication.retention.take_over(sorted(chosen.collected), unreached)
-        publication.collect()
+        budget = iter(range(DELETES_PER_RESTORE))
+        publication.collect(lambda: next(budget, None) is not None)
     except Fenced:
         raise
     except RecoveryError as error:

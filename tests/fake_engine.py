@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from recovery import codec, resume
-from recovery.calls import CallTable, LiveCall
+from recovery.calls import CallTable, LiveCall, Stored, StoredUpTo
 from recovery.coordinator import Attempt, Coordinator
 from recovery.ledger import EndedAt, Entry, Ledger
 from recovery.model import OPEN, CallId, PolicyVersion, Request
@@ -129,7 +129,7 @@ class DirectFleet:
         self._states = states
         self.held = self.fenced = False
         self.calls: list[str] = []
-        self.flushes: list[object] = []
+        self.rewound: dict[CallId, StoredUpTo | None] = {}
 
     def acquire_hold(self, reason: str, timeout_s: float) -> None:
         self.calls.append("acquire hold")
@@ -164,6 +164,10 @@ class DirectFleet:
         if error is not None:
             raise error
         return self._stager.take_staged()
+
+    def rewind(self, stored: Stored) -> None:
+        self.rewound.update(stored)
+        self._table.rewind(stored)
 
 
 class Life:
@@ -283,7 +287,7 @@ class Life:
                     call.end("length", None)
                 if call.ended is not None:
                     self.live.remove(call)
-                    self.table.forget(call.call_id)
+                    call.in_use = False
 
     def flush(self) -> None:
         assert self.stager is not None
@@ -298,6 +302,8 @@ class Life:
         self.attempts.append(attempt)
         if attempt.snapshot is not None:
             self.published[attempt.snapshot] = known
+            self.table.settle(attempt.ended)
+            self.table.forget_settled()
         return attempt
 
     def work_to_end(self, flush_every: int = 4) -> None:

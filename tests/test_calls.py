@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recovery.buffer import Run
-from recovery.calls import CallTable, Captured, LiveCall
+from recovery.calls import CallTable, Captured, LiveCall, StoredUpTo
 from recovery.model import FINISH_REASONS, Ended, Opened, PolicyVersion
 from tests.fakes import V0, name, request
 
@@ -209,4 +209,88 @@ def test_a_call_whose_end_the_store_has_writes_nothing_again() -> None:
     table = CallTable()
     call = table.carry_on(request("r0"), name("r0"), 1, [1], [-0.5], [(0, 1, V0)])
     call.settle_as_ended("stop", 2)
-    assert call.ended is not None and table.freeze() == [] and table.ended() == [call]
+    assert call.ended is not None and table.freeze() == [] and call.settled
+
+
+SPANS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2), st.booleans()), min_size=1, max_size=6)
+
+
+@settings(max_examples=200)
+@given(outputs=SPANS, frozen=st.integers(0, 6), kept=st.integers(0, 30), ends=st.booleans(), prefix=st.integers(0, 4))
+def test_a_rewound_call_hands_over_exactly_what_the_store_lacks(
+    outputs: list[tuple[int, int, bool]], frozen: int, kept: int, ends: bool, prefix: int
+) -> None:
+    """Whatever had been handed over and whatever had not, by position, version and logprob."""
+    table = CallTable()
+    restored = [(0, prefix, PolicyVersion("a", 9))] if prefix else []
+    call = (
+        table.carry_on(request("r"), name("r"), 3, range(prefix), [-0.5] * prefix, restored)
+        if prefix
+        else opened(table, "r", 3)
+    )
+    table.freeze()
+    expected = [(i, i, 9, -0.5) for i in range(prefix)]
+    for number, (n, version, with_logprobs) in enumerate(outputs):
+        if number == frozen:
+            table.freeze()
+        tokens = list(range(call.n_tokens, call.n_tokens + n))
+        logprobs = [-0.25 * token for token in tokens] if with_logprobs else None
+        call.append(tokens, logprobs, PolicyVersion("a", version))
+        expected += [(t, t, version, -0.25 * t if with_logprobs else None) for t in tokens]
+    if ends:
+        call.end("stop", None)
+    if frozen % 2:
+        table.freeze()
+    kept = min(kept, call.n_tokens)
+    table.rewind({name("r"): StoredUpTo(3, kept), name("who"): None})
+    found, ended = [], 0
+    for item in table.freeze():
+        assert not isinstance(item, Opened)
+        if isinstance(item, Run):
+            logprobs_of = item.logprobs if item.logprobs is not None else [None] * len(item.token_ids)
+            pairs = zip(item.token_ids, logprobs_of, strict=True)
+            found += [(item.start + i, token, item.version.number, lp) for i, (token, lp) in enumerate(pairs)]
+        ended += isinstance(item, Ended)
+    assert found == expected[kept:] and ended == ends
+    if not ends:
+        call.append([7], None, V0)
+        (run,) = table.freeze()
+        assert isinstance(run, Run) and (run.start, run.token_ids) == (len(expected), [7])
+
+
+def test_a_rewound_call_of_which_the_ledger_knows_nothing_is_opened_again() -> None:
+    table = CallTable()
+    call = opened(table, "r", 2)
+    call.append([4, 5], None, V0)
+    table.freeze()
+    for stored, first in ((None, 2), (StoredUpTo(1, 7), 2), (StoredUpTo(2, 1), 1)):
+        table.rewind({name("r"): stored})
+        taken = table.freeze()
+        assert isinstance(taken[0], Opened) == (first == 2)
+        (run,) = [item for item in taken if isinstance(item, Run)]
+        assert len(run.token_ids) == first and run.start == 2 - first
+    table.rewind({name("r"): StoredUpTo(3, 1)})
+    assert table.freeze() == [], "a newer attempt has taken over: nothing of this one is wanted"
+
+
+def test_an_ended_call_is_kept_until_its_end_is_published() -> None:
+    table = CallTable()
+    call = opened(table, "r")
+    call.append([4], None, V0)
+    table.settle([name("r"), name("who")])
+    call.end("stop", None)
+    table.freeze()
+    call.in_use = False
+    table.forget_settled()
+    assert table.get(name("r")) is call, "its end was not published yet"
+    table.rewind({name("r"): StoredUpTo(0, 0)})
+    assert [type(item) for item in table.freeze()] == [Run, Ended]
+    table.settle([name("r")])
+    table.rewind({name("r"): StoredUpTo(0, 0)})
+    assert table.freeze() == []
+    call.in_use = True
+    table.forget_settled()
+    assert table.get(name("r")) is call, "somebody reads it"
+    call.in_use = False
+    table.forget_settled()
+    assert table.get(name("r")) is None

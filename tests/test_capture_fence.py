@@ -285,3 +285,38 @@ def test_f1_a_full_disk_costs_nothing_but_time(
         assert stored.entries["r"].state == ENDED
 
     on_loop(scenario())
+
+
+def test_c3_a_segment_that_does_not_read_back_is_written_again_from_memory(
+    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two calls, one of them ended and delivered, in a segment that was damaged on its way: both are stored whole."""
+    rotten: list[str] = []
+
+    class Rotten(FaultyStore):
+        def put_new(self, key: str, data: bytes) -> Any:
+            if key.startswith("seg/") and len(rotten) < 2:
+                rotten.append(key)
+                data = data[:-1] + bytes([data[-1] ^ 1])
+            return self.inner.put_new(key, data)
+
+    monkeypatch.setattr("vllm_hooks.opening.open_store", lambda url, **options: Rotten(open_store(url, **options), []))
+
+    async def scenario() -> None:
+        short, long = [await ask(engine, p, greedy(n), str(n)) for p, n in ((OTHER, 20), (PROMPT, 120))]
+        async with capturing(engine, tmp_path, flush=8) as (wrapped, session):
+            going = asyncio.ensure_future(ask(wrapped, PROMPT, greedy(120), "long"))
+            assert_same(await ask(wrapped, OTHER, greedy(20), "short"), short)
+            await until(lambda: len(rotten) == 2)
+            attempt = await take_snapshot(session)
+            assert (attempt.verdict, attempt.step) == (Verdict.ABANDONED, "validate"), attempt
+            assert free(session)
+            assert_same(await going, long)
+            assert (await take_snapshot(session)).verdict is Verdict.PUBLISHED
+            assert session.table.get(call_id_of("short", OTHER, greedy(20))) is None, "published, and forgotten"
+        stored = read_back(tmp_path)
+        for name, whole in (("short", short), ("long", long)):
+            assert stored.transcripts[name].token_ids.tolist() == whole.token_ids
+            assert stored.entries[name].state == ENDED
+
+    on_loop(scenario())

@@ -343,36 +343,62 @@ def test_no_time_left_is_said_before_the_store_is_asked(worlds: Callable[..., Wo
     world.goes_on()
 
 
-def test_c3_a_fresh_segment_that_is_damaged_costs_its_calls_their_newest_chunk_and_nobody_the_snapshot(
-    worlds: Callable[..., World],
+class Rotten(FaultyStore):
+    """Writes the first segments from the `first`-th on, `many` of them, with a wrong last byte."""
+
+    def __init__(self, inner: Any, first: int, many: int = 1) -> None:
+        super().__init__(inner, [])
+        self.n = 0
+        self.bad = range(first, first + many)
+
+    def put_new(self, key: str, data: bytes) -> Any:
+        if key.startswith("seg/"):
+            self.n += 1
+            if self.n in self.bad:
+                data = data[:-1] + b"!"
+        return self.inner.put_new(key, data)
+
+
+@pytest.mark.parametrize("many", [1, 2, 3])
+@pytest.mark.parametrize("first", range(1, 6))
+def test_c3_what_a_damaged_segment_held_is_handed_over_again(first: int, many: int) -> None:
+    """It held requests, chunks and ends, and good segments follow it. It costs one attempt, and no token."""
+    store = MemoryStore()
+    life = Life(store, 1)
+    life.stager._store = Rotten(store, first, many)  # type: ignore[union-attr]
+    abandoned = 0
+    for steps in (1, 3, 5):
+        life.dispatch(steps)
+        for _ in range(steps):
+            life.decode(1)
+            life.flush()
+        life.decode(1)
+        attempt = life.snapshot()
+        if attempt.verdict is Verdict.ABANDONED:
+            abandoned += 1
+            assert attempt.step == "validate" and "did not read back" in str(attempt.error) and attempt.ended == ()
+    life.decode(1)
+    for _ in range(1 + many):
+        attempt = life.snapshot()
+    assert attempt.verdict is Verdict.PUBLISHED
+    assert abandoned >= 1 and life.fleet.rewound
+    again = Life(store, 2)
+    assert again.restored.passed_over == [], "it is accounted for, so that no restore looks at it again"
+    assert again.chosen_content == life.at_cut
+    assert again.run_to_end() == reference_answers()
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_c3_what_was_taken_back_is_told_also_if_the_attempt_then_fails_elsewhere(
+    worlds: Callable[..., World], k: int
 ) -> None:
     world = worlds()
-
-    class Rotten(FaultyStore):
-        """Writes the next segment, and the last byte of it wrong."""
-
-        rotten = False
-
-        def put_new(self, key: str, data: bytes) -> Any:
-            if key.startswith("seg/") and not self.rotten:
-                self.rotten, data = True, data[:-1] + b"!"
-            return self.inner.put_new(key, data)
-
-    world.store.inner = Rotten(world.inner, [])
-    attempt = world.take()
-    assert attempt.verdict is Verdict.ABANDONED and attempt.step == "validate"
-    assert "1 freshly written segments did not read back" in str(attempt.error)
-    world.life.decode(2)
-    second = world.life.snapshot()
-    assert second.verdict is Verdict.PUBLISHED
-    assert sum(world.life.coordinator.rejected.values()) > 0, "what came after the lost chunk does not fit"
-    again = Life(world.inner, 2)
-    assert again.restored.passed_over == [], "it is accounted for, so that no restore looks at it again"
-    for prompt in again.prompts:
-        entry = again.publication.ledger.get(prompt.call_id)
-        assert entry is not None and entry.n_tokens >= min(3, len(prompt.reference())), "the flush before it is kept"
-    assert again.run_to_end() == reference_answers()
-    again.close()
+    world.life.stager._store = Rotten(world.inner, 1)  # type: ignore[union-attr]
+    reads = iter([PASS] * k + [RaiseBefore(StoreUnavailable("down"))])
+    world.store._ask = lambda verb, key: next(reads, PASS) if verb == "get" else PASS  # type: ignore[assignment]
+    assert world.take().verdict is Verdict.ABANDONED
+    world.take()
+    world.goes_on()
 
 
 def test_records_that_do_not_fit_are_counted_by_reason(worlds: Callable[..., World]) -> None:

@@ -444,3 +444,16 @@ def test_b7_a_rejected_record_changes_nothing() -> None:
     check_failed(lambda ledger: ledger.apply(ChunkAt(name("c0"), 3, chunk_ref(RecordRef(segment(1).key, 9), 8, 5))))
     check_failed(lambda ledger: ledger.apply(EndedAt(name("c0"), 0, 7, "stop", None)))
     check_failed(lambda ledger: ledger.apply(OpenedAt(name("c0"), 0, identity("c0", RecordRef(segment(1).key, 9)))))
+
+
+def test_an_excerpt_is_as_it_was_when_it_was_taken() -> None:
+    ledger = ledger_with("c0", 3)
+    ledger.describe(segment(2))
+    for at in (OpenedAt(name("c1"), 0, identity("c1", RecordRef(segment(2).key, 0))),):
+        assert ledger.apply(at) == ""
+    part = ledger.excerpt([name("c0"), name("nobody")])
+    before = flat(part)
+    assert before == {"c0": flat(ledger)["c0"]} and part.segments_in_use() == {segment(1).key}
+    assert part.segment(segment(1).key) == segment(1)
+    ledger.retract(segment(1).key, [name("c0")])
+    assert flat(part) == before and flat(ledger).keys() == {"c1"}

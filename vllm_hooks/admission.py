@@ -83,10 +83,3 @@ class Admission:
             self._table.forget(live.call_id)
             return self._table.open(live.request, live.call_id, live.attempt + 1)
         return live
-
-    def forget_ended(self) -> None:
-        """After a snapshot: calls whose end the ledger has need no transcript here any more."""
-        for call in self._table.ended():
-            entry = self._ledger.get(call.call_id)
-            if not call.in_use and entry is not None and entry.ended is not None:
-                self._table.forget(call.call_id)

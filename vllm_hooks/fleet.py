@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recovery.admission.holds import Hold, HoldKind
+from recovery.calls import Stored
 from recovery.errors import EngineDead, RecoveryError, SnapshotAbandoned
 from recovery.staging import Staged
 
@@ -94,6 +95,16 @@ class LoopFleet:
         if error is not None:
             raise error
         return self._session.stager.take_staged()
+
+    def rewind(self, stored: Stored) -> None:
+        session = self._session
+
+        def rewind() -> None:
+            session.table.rewind(stored)
+            session.flushing.want()
+
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(rewind)
 
     def _on_loop(self, work: Callable[[], T], timeout_s: float, *, undo: bool = False) -> T:
         """Do `work` on the loop. What undoes a step stays queued when the wait for it is given up."""

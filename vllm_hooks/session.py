@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from recovery.config import CheckpointingConfig, effective_mode
 from recovery.coordinator import Attempt, Coordinator, InOneThread
 from recovery.errors import Fenced, InputError, ProgramError, RecoveryError
 from recovery.ledger import EndedAt
-from recovery.model import PolicyVersion, Request
+from recovery.model import CallId, PolicyVersion, Request
 from recovery.protocol import Verdict
 from recovery.restore import Restored
 from recovery.resume import StopRules
@@ -302,13 +302,18 @@ class RecoverySession:
             counters.snapshots += 1
             self._n_published = self._n_cut
             counters.last_snapshot = attempt.snapshot
-            self._call_on_loop(self._admission.forget_ended)
+            self._call_on_loop(self._settle, attempt.ended)
         else:
             counters.snapshots_abandoned += 1
         if attempt.error is not None:
             counters.last_abandoned = f"{attempt.step}: {attempt.error.message}"
         if attempt.verdict is Verdict.FENCED and isinstance(attempt.error, Fenced):
             self.fail(attempt.error)
+
+    def _settle(self, ended: Iterable[CallId]) -> None:
+        """On the loop: the ends of these calls are published."""
+        self.table.settle(ended)
+        self.table.forget_settled()
 
     def _on_program_error(self, error: BaseException) -> None:
         self.fail(ProgramError(f"storing what was captured failed: {error!r}", hint="this is a bug; please report it"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from recovery.errors import ObjectMissing
 from recovery.ledger import Entry, Ledger
 from recovery.model import CallId, Restore
 from recovery.reading import Transcript, read_transcripts
@@ -40,8 +41,9 @@ class StoredCalls:
 
     def drop(self, call_id: CallId) -> None:
         """Forget an ended call whose stored answer is of no use. Only before anything was admitted."""
-        assert self._dropping, "the ledger is the coordinator's once something was admitted"
-        self._ledger.drop(call_id)
+        assert self._dropping and self._opened is not None, "the ledger is the coordinator's once calls were admitted"
+        with self._opened.publication.lock:
+            self._ledger.drop(call_id)
 
     def admitted(self) -> None:
         """From here on the ledger is the coordinator's."""
@@ -51,9 +53,16 @@ class StoredCalls:
         """Transcripts of calls that are in the ledger, from the store."""
         if self._opened is None:
             return {}
-        ledger = self._ledger
-        entries = [entry for entry in map(ledger.get, call_ids) if entry is not None]
-        return read_transcripts(self._opened.store, self._opened.segments, ledger, entries, columns=False)
+        publication, wanted = self._opened.publication, list(call_ids)
+        part = publication.excerpt(wanted)
+        while True:
+            try:
+                return read_transcripts(self._opened.store, self._opened.segments, part, part, columns=False)
+            except ObjectMissing:
+                # What these calls lay in may have been replaced and collected meanwhile; else it is damage.
+                before, part = part, publication.excerpt(wanted)
+                if list(part) == list(before):
+                    raise
 
     def check_not_fenced(self) -> None:
         """Raise Fenced if a newer coordinator took over. One small read."""
