@@ -140,7 +140,10 @@ class LiveCall:
         self.settled = True
 
     def rewind(self, stored: StoredUpTo | None) -> None:
-        """Hand over again what `stored` lacks, but for wide columns. What is on its way all the same is rejected there."""
+        """Hand over again what `stored` lacks, but for wide columns, of which nothing is kept here.
+
+        What is on its way to the store all the same is rejected there.
+        """
         if self.settled or (stored is not None and stored.attempt > self.attempt):
             return
         first = stored.n_tokens if stored is not None and stored.attempt == self.attempt else 0

@@ -63,6 +63,9 @@ class Fleet(Protocol):
     def stage(self, timeout_s: float) -> list[Staged]:
         """Everything stored since the last call, the cut included, in order."""
 
+    def store_again(self, staged: Staged, timeout_s: float) -> Staged | None:
+        """What `stage` gave does not read back: store the same records once more. None if they are not kept."""
+
     def rewind(self, stored: Stored) -> None:
         """The store kept no more than this of these calls: let them hand over the rest again. Returns at once."""
 
@@ -238,7 +241,7 @@ class Coordinator:
             case Effect.RECORD:
                 self._bounded(self._record, left_s)
             case Effect.VALIDATE:
-                self._bounded(self._validate, left_s)
+                self._bounded(lambda: self._validate(deadline), left_s)
             case Effect.PUBLISH:
                 # The id is noted in this thread: of a slot that lands after the deadline this attempt knows nothing.
                 slot = self._bounded(lambda: self._publish(attempt.cause), left_s)
@@ -272,17 +275,21 @@ class Coordinator:
         self._extend()
         self._draft = self._publication.record(self._states)
 
-    def _validate(self) -> None:
+    def _validate(self, deadline: float) -> None:
         assert self._draft is not None
         try:
-            wrong = self._publication.validate(self._draft, self._unvalidated)
+            wrong = self._publication.validate(
+                self._draft,
+                self._unvalidated,
+                lambda staged: self._fleet.store_again(staged, self._left(deadline)),
+            )
         finally:
             self._ask_again()
         self._unvalidated = []
         if wrong:
             raise SnapshotAbandoned(
                 f"{len(wrong)} freshly written segments did not read back: {wrong[0]}",
-                hint="their calls hand over the rest again; check the disk or bucket before you trust it further",
+                hint="what they held is stored again; check the disk or bucket before you trust it further",
             )
 
     def _ask_again(self) -> None:
@@ -291,8 +298,11 @@ class Coordinator:
         if not retracted:
             return
         self._ended = [call_id for call_id in self._ended if call_id not in retracted]
-        entries = {call_id: self._publication.ledger.get(call_id) for call_id in retracted}
-        self._fleet.rewind({i: e and StoredUpTo(e.attempt, e.n_tokens) for i, e in entries.items()})
+        stored: dict[CallId, StoredUpTo | None] = {}
+        for call_id in retracted:
+            entry = self._publication.ledger.get(call_id)
+            stored[call_id] = None if entry is None else StoredUpTo(entry.attempt, entry.n_tokens)
+        self._fleet.rewind(stored)
 
     def _publish(self, cause: str) -> Slot:
         assert self._draft is not None

@@ -9,7 +9,7 @@ Invariants:
 1. The chunks of a call start at 0, are contiguous, and end at `n_tokens`.
 2. A record extends a call only at the call's current attempt and exactly at its end; anything else is rejected with
    its reason and changes nothing.
-3. An ended call never changes again, except to be dropped.
+3. An ended call never changes again, except to be dropped; where its records lie may change (`move`).
 4. base + deltas in order = this ledger: `delta()` since the last `published()` loses nothing, and a publication that
    failed is contained in the next delta.
 5. The counts are those of the entries, at every moment.
@@ -17,8 +17,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from recovery.ledger_rows import Change, Entry, mentioned, merged, row_of
@@ -29,6 +31,7 @@ from recovery.model import (
     ChunkRef,
     Identity,
     LedgerRow,
+    RecordRef,
     Restarted,
     Restore,
     Resumed,
@@ -240,6 +243,46 @@ class Ledger:
             if entry.state == ENDED:
                 self._n_ended -= 1
                 entry.state, entry.ended = OPEN, None
+
+    def move(self, call_id: CallId, old: Sequence[ChunkRef], new: Sequence[ChunkRef]) -> str:
+        """The tokens of the chunks `old`, which follow one another, lie in `new` now. Returns the reason if not."""
+        entry = self._entries.get(call_id)
+        if entry is None:
+            return "the call is unknown"
+        first = bisect_left(entry.chunks, old[0].start, key=lambda chunk: chunk.start)
+        if entry.chunks[first : first + len(old)] != list(old):
+            return "the call has other chunks by now"
+        assert (new[0].start, new[-1].stop) == (old[0].start, old[-1].stop)
+        assert all(one.stop == other.start for one, other in pairwise(new))
+        change = self._change(entry)
+        change.kept = min(change.kept, first)
+        for chunk in new:
+            self._segments.refer(chunk.at.segment)
+        for chunk in old:
+            self._segments.unrefer(chunk.at.segment)
+        entry.chunks[first : first + len(old)] = new
+        self._n_chunks += len(new) - len(old)
+        return ""
+
+    def move_request(self, call_id: CallId, old: RecordRef, new: RecordRef) -> str:
+        """The request of a call lies elsewhere now. Returns the reason if not."""
+        entry = self._entries.get(call_id)
+        if entry is None or entry.identity.opened != old:
+            return "the call was opened elsewhere"
+        self._change(entry).identity = True
+        self._segments.refer(new.segment)
+        self._segments.unrefer(old.segment)
+        entry.identity = replace(entry.identity, opened=new)
+        return ""
+
+    def move_segment(self, old: str, coordinates: Iterable[Coordinates]) -> None:
+        """What the ledger has of segment `old` lies at `coordinates` now, record by record the same."""
+        for at in coordinates:
+            if isinstance(at, OpenedAt):
+                self.move_request(at.call_id, replace(at.identity.opened, segment=old), at.identity.opened)
+            elif isinstance(at, ChunkAt):
+                before = replace(at.chunk, at=replace(at.chunk.at, segment=old))
+                self.move(at.call_id, [before], [at.chunk])
 
     def drop(self, call_id: CallId) -> None:
         """Forget a call that nobody will ask for again."""

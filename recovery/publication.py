@@ -30,6 +30,13 @@ from recovery.slots import SlotLog
 from recovery.snapshots import LedgerWriter, ObjectRef, PendingLedger, get_object, put_object
 from recovery.staging import Staged, coordinates_of
 
+StoreAgain = Callable[[Staged], Staged | None]
+"""Stores the same records once more, under another name; None if nobody has them any more."""
+
+
+def _never(staged: Staged) -> None:
+    return None
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -97,11 +104,12 @@ class Publication:
         fresh = [ref.nbytes for name, ref in refs.items() if self._states.get(name) != ref]
         return Draft(pending, refs, pending.ref.nbytes + sum(fresh))
 
-    def validate(self, draft: Draft, fresh: Iterable[Staged]) -> list[RecoveryError]:
-        """Read back what the draft is the first to reference. Returns what is wrong with segments.
+    def validate(self, draft: Draft, fresh: Iterable[Staged], again: StoreAgain = _never) -> list[RecoveryError]:
+        """Read back what the draft is the first to reference. Returns what is wrong with segments; then it is void.
 
-        A bad segment is retracted from the ledger here: its calls lose their newest chunks, the draft is void.
-        A segment that the ledger does not refer to (its records did not fit, or it was retracted) is not looked at.
+        In the place of a bad segment goes what `again` makes of it, if that reads back; else it is retracted from the
+        ledger: its calls lose their newest chunks (`retracted`).
+        A segment that the ledger does not refer to (its records did not fit, or it was replaced) is not looked at.
         Raises Damaged if the ledger object or a state does not read back.
         """
         wrong: list[RecoveryError] = []
@@ -111,16 +119,29 @@ class Publication:
             try:
                 self._check_segment(staged)
             except Damaged as error:
-                call_ids = {at.call_id for at in staged.coordinates}
-                with self.lock:
-                    self.ledger.retract(staged.info.key, call_ids)
-                self.retracted |= call_ids
                 wrong.append(error)
+                self._replace(staged, again)
         get_object(self._store, draft.ledger.ref)
         for name, ref in draft.states.items():
             if self._states.get(name) != ref:
                 get_object(self._store, ref)
         return wrong
+
+    def _replace(self, bad: Staged, again: StoreAgain) -> None:
+        copy = again(bad)
+        try:
+            if copy is not None:
+                self._check_segment(copy)
+        except Damaged:
+            copy = None
+        call_ids = {at.call_id for at in bad.coordinates}
+        with self.lock:
+            if copy is not None:
+                self.ledger.describe(copy.info)
+                self.ledger.move_segment(bad.info.key, copy.coordinates)
+            else:
+                self.retracted |= call_ids
+                self.ledger.retract(bad.info.key, call_ids)
 
     def _check_segment(self, staged: Staged) -> None:
         info = staged.info

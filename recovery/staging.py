@@ -1,7 +1,7 @@
 """From frozen records to one stored segment: the only writer of segments.
 
-Owns: flush numbers, what was frozen but could not be stored yet, and the queue of what was stored and no snapshot
-has taken yet.
+Owns: flush numbers, what was frozen but could not be stored yet, the queue of what was stored and no snapshot has
+taken yet, and the bytes of what is stored and not published.
 Does not know: who froze it, when a snapshot is due, what a ledger is.
 
 Invariants:
@@ -10,6 +10,8 @@ Invariants:
 3. Only coordinates leave this module; tokens go to the store and nowhere else.
 4. A periodic flush is not made while another is queued: who wants one looks at `busy` and counts it with `refuse`. A
    cut is never refused.
+5. The bytes of a segment are kept, encoded, until a snapshot with it is published (the newest KEPT_NBYTES of them): one
+   that does not read back is stored again, as it was (`store_again`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recovery.buffer import Run
 from recovery.calls import Captured
@@ -28,6 +30,9 @@ from recovery.layout import segment_stem
 from recovery.ledger import ChunkAt, Coordinates, EndedAt, OpenedAt
 from recovery.model import Chunk, ChunkRef, Ended, Identity, Opened, Record, RecordRef, SegmentInfo
 from recovery.ports import Entropy, ObjectStore, SegmentCodec
+
+KEPT_NBYTES = 256 << 20
+"""A snapshot interval of some fifty million tokens; more is kept by nobody who publishes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,13 @@ class Staged:
 
 @dataclass(slots=True)
 class StagingCounters:
-    """Counted since the start of the process. `backlog_records` is what failed flushes left to carry."""
+    """Counted since the start of the process. `backlog_records` is what failed flushes left to carry; `stored_again`
+    the segments that did not read back and were written a second time."""
 
     flushes: int = 0
     failures: int = 0
     skipped: int = 0
+    stored_again: int = 0
     tokens: int = 0
     nbytes: int = 0
     backlog_records: int = 0
@@ -105,6 +112,8 @@ class Stager:
         self._flush = 0
         self._backlog: list[Captured] = []
         self._staged: deque[Staged] = deque()
+        self._kept: dict[str, bytes] = {}
+        self._taken: list[str] = []
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="stager")
         self.counters = StagingCounters()
 
@@ -130,7 +139,22 @@ class Stager:
         taken = []
         while self._staged:
             taken.append(self._staged.popleft())
+        self._taken += [staged.info.key for staged in taken]
         return taken
+
+    def published(self) -> None:
+        """All that `take_staged` gave is in a published snapshot: its bytes are not kept any longer."""
+        taken, self._taken = self._taken, []
+        with self._lock:
+            for key in taken:
+                self._kept.pop(key, None)
+
+    def store_again(self, staged: Staged) -> Future[Staged | None]:
+        """Queue a second write of a segment, under another name. None: its bytes are not kept any more.
+
+        The future raises what the store says; then the same may be asked again.
+        """
+        return self._pool.submit(self._store_again, staged)
 
     def close(self, *, wait: bool) -> None:
         self._pool.shutdown(wait=wait, cancel_futures=not wait)
@@ -162,9 +186,31 @@ class Stager:
         # EXISTS can only be our own earlier answer that was lost: the name is random. Validation reads it back.
         self._store.put_new(segment.info.key, segment.data)
         self._backlog = []
+        self._keep(segment.info.key, segment.data)
         staged = Staged(segment.info, coordinates_of(records, segment.info.key), self.writer, self._flush)
         self.counters.flushes += 1
         self.counters.nbytes += len(segment.data)
         self.counters.tokens += sum(len(r.token_ids) for r in records if isinstance(r, Chunk))
         self._staged.append(staged)
         return staged
+
+    def _store_again(self, staged: Staged) -> Staged | None:
+        data = self._kept.get(staged.info.key)
+        if data is None:
+            return None
+        self._flush += 1
+        stem = segment_stem(self._epoch, self.writer, self._flush, self._entropy.hex(4))
+        key = f"{stem}-{staged.info.key.rpartition('-')[2]}"  # the same bytes have the same sum
+        self._store.put_new(key, data)
+        self._keep(key, data)
+        self._taken.append(key)
+        self.counters.stored_again += 1
+        info = replace(staged.info, key=key)
+        return Staged(info, coordinates_of(self._codec.decode(data, info), key), self.writer, self._flush)
+
+    def _keep(self, key: str, data: bytes) -> None:
+        with self._lock:
+            self._kept[key] = data
+            total = sum(map(len, self._kept.values()))
+            while total > KEPT_NBYTES:
+                total -= len(self._kept.pop(next(iter(self._kept))))

@@ -153,6 +153,8 @@ class DirectFleet:
 
     def resume(self, published: bool) -> None:
         self.calls.append(f"resume {published}")
+        if published:
+            self._stager.published()
 
     def cut(self, timeout_s: float) -> None:
         self.calls.append("cut")
@@ -164,6 +166,9 @@ class DirectFleet:
         if error is not None:
             raise error
         return self._stager.take_staged()
+
+    def store_again(self, staged: Staged, timeout_s: float) -> Staged | None:
+        return self._stager.store_again(staged).result(timeout_s)
 
     def rewind(self, stored: Stored) -> None:
         self.rewound.update(stored)

@@ -344,28 +344,36 @@ def test_no_time_left_is_said_before_the_store_is_asked(worlds: Callable[..., Wo
 
 
 class Rotten(FaultyStore):
-    """Writes the first segments from the `first`-th on, `many` of them, with a wrong last byte."""
+    """Writes `many` segments from the `first`-th on with a wrong last byte; with `again`, second writes of them too."""
 
-    def __init__(self, inner: Any, first: int, many: int = 1) -> None:
+    def __init__(self, inner: Any, first: int, many: int = 1, again: bool = False) -> None:
         super().__init__(inner, [])
         self.n = 0
         self.bad = range(first, first + many)
+        self.again = again
+        self.spoilt: set[bytes] = set()
 
     def put_new(self, key: str, data: bytes) -> Any:
         if key.startswith("seg/"):
             self.n += 1
-            if self.n in self.bad:
+            if (self.n in self.bad and data not in self.spoilt) or (self.again and data in self.spoilt):
+                self.spoilt.add(data)
                 data = data[:-1] + b"!"
         return self.inner.put_new(key, data)
 
 
-@pytest.mark.parametrize("many", [1, 2, 3])
+@pytest.mark.parametrize("second", ["good", "not kept", "damaged too"])
+@pytest.mark.parametrize("many", [1, 2])
 @pytest.mark.parametrize("first", range(1, 6))
-def test_c3_what_a_damaged_segment_held_is_handed_over_again(first: int, many: int) -> None:
+def test_c3_what_a_damaged_segment_held_is_stored_again(
+    monkeypatch: pytest.MonkeyPatch, first: int, many: int, second: str
+) -> None:
     """It held requests, chunks and ends, and good segments follow it. It costs one attempt, and no token."""
+    monkeypatch.setattr("recovery.staging.KEPT_NBYTES", 0 if second == "not kept" else 1 << 20)
     store = MemoryStore()
     life = Life(store, 1)
-    life.stager._store = Rotten(store, first, many)  # type: ignore[union-attr]
+    assert life.stager is not None
+    life.stager._store = Rotten(store, first, many, second == "damaged too")  # type: ignore[assignment]
     abandoned = 0
     for steps in (1, 3, 5):
         life.dispatch(steps)
@@ -380,8 +388,11 @@ def test_c3_what_a_damaged_segment_held_is_handed_over_again(first: int, many: i
     life.decode(1)
     for _ in range(1 + many):
         attempt = life.snapshot()
-    assert attempt.verdict is Verdict.PUBLISHED
-    assert abandoned >= 1 and life.fleet.rewound
+    assert attempt.verdict is Verdict.PUBLISHED and abandoned >= 1
+    assert bool(life.fleet.rewound) == (second != "good"), "with its bytes at hand nothing is taken back"
+    assert (life.stager.counters.stored_again > 0) == (second != "not kept")
+    assert life.coordinator.rejected == {} or second != "good"
+    assert not life.stager._kept, "all of it is published"
     again = Life(store, 2)
     assert again.restored.passed_over == [], "it is accounted for, so that no restore looks at it again"
     assert again.chosen_content == life.at_cut

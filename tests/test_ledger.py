@@ -219,6 +219,34 @@ class LedgerWorld:
             call.ended = False
         assert not self.ledger.knows_segment(segment(bad).key)
 
+    def move(self, pick: Pick) -> None:
+        """Some chunks that follow one another are written again, joined or not; and a request."""
+        rollouts = [rollout for rollout, call in self.calls.items() if call.chunks]
+        if not rollouts:
+            return
+        rollout = pick(sorted(rollouts))
+        call, entry = self.calls[rollout], self.ledger.get(name(rollout))
+        assert entry is not None
+        first = pick(range(len(call.chunks)))
+        last = pick(range(first + 1, len(call.chunks) + 1))
+        old, start = tuple(entry.chunks[first:last]), entry.chunks[first].start
+        sizes = [sum(chunk.n_tokens for chunk in old)] if pick([True, False]) else [chunk.n_tokens for chunk in old]
+        self.next_segment(pick)
+        new = []
+        for n in sizes:
+            new.append(chunk_ref(self.at(), start, n))
+            start += n
+        if len(old) > 1:
+            assert self.ledger.move(name(rollout), old[::-1], new[:1] * len(old)) != "", "not what the call has"
+        assert self.ledger.move(name(rollout), old, new) == ""
+        assert self.ledger.move(name(rollout), old, new) != "", "they are not there any more"
+        call.chunks[first:last] = [(self.segment, chunk.start, chunk.n_tokens) for chunk in new]
+        if pick([True, False]):
+            opened, to = entry.identity.opened, self.at()
+            assert self.ledger.move_request(name(rollout), opened, to) == ""
+            assert self.ledger.move_request(name(rollout), opened, to) != ""
+            call.opened_in = self.segment
+
     # ---- publications ------------------------------------------------------------------------------------------
 
     def publish(self, pick: Pick) -> None:
@@ -269,7 +297,7 @@ class LedgerWorld:
 
 
 OFTEN = ["next_chunk", "next_chunk", "next_chunk", "next_segment", "publish", "publish", "opened"]
-SELDOM = ["any_chunk", "ended", "finish", "resume", "restart", "drop", "retract", "reload"]
+SELDOM = ["move", "move", "any_chunk", "ended", "finish", "resume", "restart", "drop", "retract", "reload"]
 
 
 class LedgerMachine(RuleBasedStateMachine):

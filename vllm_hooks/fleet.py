@@ -69,7 +69,9 @@ class LoopFleet:
         return opened.states
 
     def resume(self, published: bool) -> None:
-        """No participant of this process holds anything while a snapshot is taken."""
+        """No participant of this process holds anything while a snapshot is taken but the stager: bytes."""
+        if published:
+            self._session.stager.published()
 
     def cut(self, timeout_s: float) -> None:
         session = self._session
@@ -95,6 +97,15 @@ class LoopFleet:
         if error is not None:
             raise error
         return self._session.stager.take_staged()
+
+    def store_again(self, staged: Staged, timeout_s: float) -> Staged | None:
+        try:
+            return self._session.stager.store_again(staged).result(timeout_s)
+        except TimeoutError:
+            raise SnapshotAbandoned(
+                f"{staged.info.key} does not read back, and was not stored again within {timeout_s:.1f} s",
+                hint="look at the store's back end; the next snapshot tries it again",
+            ) from None
 
     def rewind(self, stored: Stored) -> None:
         session = self._session
