@@ -121,3 +121,113 @@ def test_a_run_is_never_longer_than_a_chunk_may_be() -> None:
         (0, MAX_TOKENS_PER_CHUNK - 1),
         (MAX_TOKENS_PER_CHUNK - 1, 2),
     ]
+
+
+# ---- wide columns ----------------------------------------------------------------------------------------------------
+
+KINDS: list[dict[str, tuple[str, tuple[int, ...]]]] = [
+    {},
+    {"ids": ("int32", (3,)), "lps": ("float32", (3,))},
+    {"ids": ("int32", (3,)), "lps": ("float16", (3,))},
+    {"ids": ("int32", (2,)), "lps": ("float32", (3,))},
+    {"ids": ("int32", ()), "b": ("bool", (1,))},
+]
+"""Sets of columns, by name: type and the shape of a row."""
+
+WIDE_OUTPUTS = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from(KINDS), VERSIONS, st.booleans(), st.integers(0, 2**32)), max_size=25
+)
+
+
+def rows_for(kind: dict[str, tuple[str, tuple[int, ...]]], n: int, seed: int) -> dict[str, np.ndarray]:
+    """Any bits; strided, so that a buffer that kept the memory instead of the values would be found out."""
+    rng = np.random.default_rng(seed)
+    columns = {}
+    for name_, (type_, shape) in kind.items():
+        dtype = np.dtype(type_)
+        raw = rng.integers(0, 256, (2 * n, *(shape or (1,)), dtype.itemsize), np.uint8)
+        values = raw[..., 0] > 127 if type_ == "bool" else raw.view(dtype)[..., 0]
+        columns[name_] = values[::2].reshape(n, *shape) if shape else values[::2, 0]
+    return columns
+
+
+@given(outputs=WIDE_OUTPUTS)
+def test_l3_any_history_gives_back_exactly_its_wide_rows(outputs: list) -> None:
+    """Token by token or in runs, with columns that come, go and change, and freezes in between."""
+    buffer = TokenBuffer(CALL, 0)
+    model: list[dict[str, tuple[str, tuple[int, ...], bytes]]] = []
+    taken: list[Run] = []
+    for n, kind, version, freeze, seed in outputs:
+        columns = rows_for(kind, n, seed)
+        buffer.append(list(range(n)), None, version, columns)
+        for i in range(n):
+            model.append({name_: (v.dtype.name, v.shape[1:], v[i].tobytes()) for name_, v in columns.items()})
+        for values in columns.values():
+            values[...] = 0  # the caller may use its arrays again
+        if freeze:
+            taken += buffer.freeze()
+    taken += buffer.freeze()
+    found = []
+    for run in taken:
+        chunk = run.to_chunk()
+        assert {v.shape[0] for v in chunk.columns.values()} <= {len(run.token_ids)}
+        for i in range(len(run.token_ids)):
+            found.append({c: (v.dtype.name, v.shape[1:], v[i].tobytes()) for c, v in chunk.columns.items()})
+    assert found == model
+
+
+def test_rows_that_are_alike_make_one_run_however_they_come() -> None:
+    buffer = TokenBuffer(CALL, 0)
+    ids = np.arange(20, dtype=np.int32).reshape(10, 2)
+    for i in range(4):
+        buffer.append([i], [-1.0], V0, {"top": ids[i : i + 1]})
+    buffer.append(list(range(4, 10)), [-1.0] * 6, V0, {"top": ids[4:]})
+    (run,) = buffer.freeze()
+    assert run.to_chunk().columns["top"].tolist() == ids.tolist()
+
+
+def test_freeze_hands_over_the_very_bytes_of_wide_columns() -> None:
+    buffer = TokenBuffer(CALL, 0)
+    buffer.append([1], None, V0, {"top": np.ones((1, 3), np.float32)})
+    (held,) = buffer._runs[0].columns.values()
+    (frozen,) = buffer.freeze()
+    assert next(iter(frozen.columns.values())) is held
+    buffer.append([2], None, V0, {"top": np.zeros((1, 3), np.float32)})
+    values = frozen.to_chunk().columns["top"]
+    assert values.tolist() == [[1, 1, 1]] and np.shares_memory(values, np.frombuffer(held, np.float32))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"top": np.zeros((2, 3), np.float32)},
+        {"top": np.zeros((0, 3), np.float32)},
+        {"top": np.zeros((1, 3), np.complex64)},
+        {"top": [[1.0, 2.0, 3.0]]},
+        {"top": np.zeros((1, 4097), np.float32)},
+        {"top top": np.zeros((1, 3), np.float32)},
+        {"top": np.zeros((1, 3), np.float32), "other": np.zeros(2, np.int8)},
+    ],
+)
+def test_wide_rows_that_do_not_fit_change_nothing(columns: dict) -> None:
+    buffer = TokenBuffer(CALL, 0)
+    fitting = {"top": np.ones((1, 3), np.float32)}
+    buffer.append([1], None, V0, fitting)
+    with pytest.raises((TypeError, ValueError), match="wide column"):
+        buffer.append([2], None, V0, columns)
+    assert (buffer.end, buffer.n_pending) == (1, 1)
+    (run,) = buffer.freeze()
+    assert run.to_chunk().columns["top"].tolist() == [[1, 1, 1]]
+
+
+def test_a_run_never_has_more_wide_bytes_than_a_chunk_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("recovery.buffer", "recovery.model"):
+        monkeypatch.setattr(f"{module}.COLUMN_BYTES_PER_CHUNK_MAX", 1000)
+    buffer = TokenBuffer(CALL, 0)
+    block = {"hidden": np.ones((3, 10), np.float32)}
+    for _ in range(9):
+        buffer.append([7] * 3, None, V0, block)
+    assert [len(run.token_ids) for run in buffer.freeze()] == [24, 3]
+    with pytest.raises(ValueError, match="bytes"):
+        buffer.append([7] * 26, None, V0, {"hidden": np.ones((26, 10), np.float32)})
+    assert buffer.n_pending == 0

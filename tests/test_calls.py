@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,6 +129,19 @@ def test_freeze_looks_only_at_what_changed_and_copies_nothing() -> None:
     (run,) = table.freeze()
     assert isinstance(run, Run) and run.token_ids is ids
     assert not table._changed
+
+
+def test_wide_rows_leave_with_their_tokens() -> None:
+    table = CallTable()
+    call = opened(table, "r0")
+    top = np.arange(6, dtype=np.int32).reshape(3, 2)
+    call.append([1], [-1.0], V0, {"top": top[:1]})
+    call.append([2, 3], [-1.0, -1.0], V0, {"top": top[1:]})
+    with pytest.raises(ValueError, match="wide column"):
+        call.append([4], [-1.0], V0, {"top": top})
+    assert call.n_tokens == len(call.transcript_ids) == 3
+    _, run = table.freeze()
+    assert isinstance(run, Run) and run.to_chunk().columns["top"].tolist() == top.tolist()
 
 
 def test_an_attempt_that_was_given_up_still_hands_over_its_records() -> None:

@@ -115,6 +115,59 @@ def test_chunk_digest_is_as_documented(tokens: list[int], start: int, lineage: s
     assert codec.chunk_digest(chunk) == expected
 
 
+NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B", "uint16": "H", "uint32": "I"}
+NUMBERS |= {"uint64": "Q", "float16": "e", "float32": "f", "float64": "d", "bool": "?"}
+
+
+@given(
+    names=st.lists(st.text("aZ9._-", min_size=1, max_size=3), unique=True, max_size=4),
+    n=st.integers(1, 4),
+    data=st.data(),
+)
+def test_wide_columns_are_part_of_a_chunk_digest_as_documented(names: list[str], n: int, data: Any) -> None:
+    columns, part = {}, u64(len(names)) if names else b""
+    for name in names:
+        type_ = data.draw(st.sampled_from(sorted(NUMBERS)))
+        width = data.draw(st.integers(0, 3))
+        flat = data.draw(st.lists(st.integers(0, 1 if type_ == "bool" else 100), min_size=n * (width or 1)))
+        flat = flat[: n * (width or 1)]
+        columns[name] = np.array(flat, type_).reshape((n, width) if width else (n,))
+    for name in sorted(names):
+        values = columns[name]
+        width = values.shape[1] if values.ndim == 2 else 0
+        part += lp(name.encode()) + lp(values.dtype.name.encode()) + u64(width)
+        part += struct.pack(f"<{values.size}{NUMBERS[values.dtype.name]}", *values.ravel().tolist())
+    chunk = chunk_of(list(range(n)), columns=columns)
+    before = b"prefix-recovery chunk 1\0" + chunk.call_id + u64(0) + lp(b"a") + u64(0) + u64(n)
+    assert codec.chunk_digest(chunk) == sha16(before + int32s(list(range(n))) + b"\0" + b"\1" * n + part)
+
+
+def test_a_true_is_one_byte_1_in_a_digest_whatever_byte_the_array_holds() -> None:
+    plain, odd = np.array([True, False, True]), np.array([2, 0, 255], np.uint8).view(np.bool_)
+    assert codec.chunk_digest(chunk_of([1, 2, 3], columns={"a": plain})) == codec.chunk_digest(
+        chunk_of([1, 2, 3], columns={"a": odd})
+    )
+
+
+def test_every_part_of_a_wide_column_counts() -> None:
+    values = np.arange(4, dtype=np.int32)
+    variants: list[dict[str, np.ndarray]] = [
+        {},
+        {"a": values},
+        {"b": values},
+        {"a": values, "b": values},
+        {"a": values.reshape(4, 1)},
+        {"a": values.reshape(4, 1).repeat(2, axis=1)},
+        {"a": values.view(np.uint32)},
+        {"a": values.astype(np.int64)},
+        {"a": values.view(np.float32)},
+        {"a": values + 1},
+        {"a": values.view(np.int8).reshape(4, 4)},
+    ]
+    digests = {codec.chunk_digest(chunk_of([1, 2, 3, 4], columns=columns)) for columns in variants}
+    assert len(digests) == len(variants)
+
+
 def test_digests_of_this_version_never_change() -> None:
     """Fixed values: a store written once is read for ever."""
     request = request_of([1, 2, 3], {"max_tokens": 32, "temperature": 0.0}, {})

@@ -18,13 +18,14 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore, ZipStore
 
 from recovery.errors import Damaged
-from recovery.model import Record
+from recovery.model import WIDE_TYPES, Record
 from storage_backends import zarr_arrays, zarr_zip
 from storage_backends.arrow_segments import ArrowSegmentCodec
-from storage_backends.testing.segments import many, plain
+from storage_backends.testing.segments import SPECIAL, many, many_wide, plain
 from storage_backends.zarr_segments import ZarrSegmentCodec
 
 CODEC = ZarrSegmentCodec()
+SAMPLES = [many(3, 4), many(200, 5), many(2, 70_000), [], many_wide(4, 4), many_wide(199, 5), many_wide(5, 20_000)]
 
 
 def opened(data: bytes, folder: Path) -> zarr.Group:
@@ -44,8 +45,14 @@ def rows_of(group: zarr.Group) -> list[dict[str, Any]]:
             return arrays[name][begin:end]
 
         is_chunk = kind == 1
+        wide = {}
+        if "wide" in arrays:
+            types = ["bool", "int32", "int64", "float32"]
+            wide = {f"wide_{type_}": part(f"wide_{type_}", f"wide_{type_}_range").tolist() for type_ in types}
+            wide["wide"] = part("wide", "wide_range").tobytes().decode() or None
         rows.append(
             {
+                **wide,
                 "kind": kind,
                 "call_id": arrays["call_id"][index].tobytes(),
                 "attempt": int(arrays["attempt"][index]),
@@ -63,12 +70,13 @@ def rows_of(group: zarr.Group) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("records", [many(3, 4), many(200, 5), many(2, 70_000), []], ids=len)
+@pytest.mark.parametrize("records", SAMPLES, ids=len)
 def test_plain_zarr_finds_the_rows_that_plain_pyarrow_finds_in_the_arrow_segment(
     records: list[Record], tmp_path: Path
 ) -> None:
     group = opened(CODEC.encode(records, "seg/x").data, tmp_path)
-    assert dict(group.attrs) == {"format": "prefix-recovery/segment", "version": 1, "requires": []}
+    requires = ["wide-columns"] if any(getattr(record, "columns", {}) for record in records) else []
+    assert dict(group.attrs) == {"format": "prefix-recovery/segment", "version": 1, "requires": requires}
     assert rows_of(group) == pa.ipc.open_file(ArrowSegmentCodec().encode(records, "seg/x").data).read_all().to_pylist()
 
 
@@ -77,6 +85,20 @@ def test_l3_plain_zarr_reads_the_bits_of_a_logprob(tmp_path: Path) -> None:
     record = dataclasses.replace(many(2, 8)[2], logprobs=bits.view("<f4"))
     group = opened(CODEC.encode([record], "seg/x").data, tmp_path)
     assert group["logprobs"][:].view(np.uint32).tolist() == bits.tolist()
+
+
+@pytest.mark.parametrize("type_", WIDE_TYPES)
+def test_l3_plain_zarr_reads_the_bits_of_wide_values(type_: str, tmp_path: Path) -> None:
+    if type_ in SPECIAL:
+        values = np.array(SPECIAL[type_], type_)
+    else:
+        values = np.arange(8).astype(type_)
+    record = dataclasses.replace(many(2, 8)[2], columns={"x": values.reshape(8, 1)})
+    group = opened(CODEC.encode([record], "seg/x").data, tmp_path)
+    begin, end = group[f"wide_{type_}_range"][0].tolist()
+    found = group[f"wide_{type_}"][begin:end]
+    assert found.dtype == np.dtype(type_) and found.tobytes() == values.tobytes()
+    assert json.loads(group["wide"][:].tobytes()) == [["x", type_, 1]]
 
 
 # ---- and the other way ------------------------------------------------------------------------------------------
@@ -111,13 +133,13 @@ async def _objects(store: MemoryStore) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("records", [many(3, 4), many(200, 5), many(2, 70_000), []], ids=len)
+@pytest.mark.parametrize("records", SAMPLES, ids=len)
 def test_what_plain_zarr_wrote_is_read(records: list[Record], tmp_path: Path) -> None:
     segment = CODEC.encode(records, "seg/x")
     ours = {entry.name: bytes(entry.data) for entry in zarr_zip.read(segment.data, "x")}
     theirs = written_by_zarr(opened(segment.data, tmp_path))
     assert ours.keys() == theirs.keys()
-    for name in zarr_arrays.document_names():
+    for name in zarr_arrays.document_names(segment.info.wide):
         document = {k: v for k, v in json.loads(theirs[name]).items() if k != "attributes" or name == "zarr.json"}
         assert document.pop("storage_transformers", []) == []
         assert document == json.loads(ours[name])
