@@ -1,19 +1,18 @@
 """What was found, as the JSON documents of docs/schemas/.
 
-Owns: every field of every document, and the form of floats that JSON lacks.
+Owns: every field of every document.
 Does not know: files, terminals; how anything was found.
 
 Invariants:
 1. A document validates against its schema; fields are only ever added.
 2. What a log entry states is passed on only if it has the right type; else it is null.
-3. A float32 comes back bit for bit from its JSON form (but for the payload of a NaN).
+3. A float comes back bit for bit from its JSON form (arrays.py).
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -23,6 +22,7 @@ from recovery.log import Slot, slot_key
 from recovery.model import ENDED, Restarted, Restore, Resumed
 from recovery.ports import ObjectStore
 from recovery.snapshots import Snapshot, get_object
+from snapshot_inspect import arrays
 from snapshot_inspect.calls import Call
 from snapshot_inspect.findings import Finding
 from snapshot_inspect.newest import Adopted, Newest
@@ -101,14 +101,6 @@ def adoption(adopted: Adopted) -> Document:
         "rejected": [{"reason": reason, "records": n} for reason, n in sorted(adopted.rejected.items())],
         "passed_over": [{"object": key, "reason": reason} for key, reason in adopted.unreadable],
     }
-
-
-def _float(value: float) -> float | str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 # ---- documents -----------------------------------------------------------------------------------------------------
@@ -285,10 +277,11 @@ def cat(place: Place, call: Call, texts: tuple[str, str] | None) -> Document:
         "sampling": dict(request.sampling),
         "extra": dict(request.extra),
         "token_ids": transcript.token_ids.tolist(),
-        "logprobs": floats(transcript.logprobs.tolist()),
+        "logprobs": arrays.floats(transcript.logprobs.tolist()),
         "version_spans": [
             [start, end, version.lineage, version.number] for start, end, version in transcript.version_spans
         ],
+        "columns": arrays.columns(transcript.columns),
         "chunks": [
             {
                 "start": chunk.start,
@@ -303,8 +296,3 @@ def cat(place: Place, call: Call, texts: tuple[str, str] | None) -> Document:
         "prompt_text": prompt_text,
         "text": text,
     }
-
-
-def floats(values: Sequence[float]) -> list[float | str]:
-    """JSON has no NaN and no infinity: they are the strings `NaN`, `Infinity`, `-Infinity`."""
-    return [_float(value) for value in values]

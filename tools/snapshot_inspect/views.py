@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from snapshot_inspect.arrays import column_words
 from snapshot_inspect.documents import Document
 from snapshot_inspect.render import Fact, Screen
 from snapshot_inspect.texts import age_text, count_text, nbytes_text, time_text
@@ -250,6 +251,7 @@ def cat(screen: Screen, document: Document, pieces: Sequence[str] | None) -> Non
     if document["restart_only"]:
         facts.append(("restart only", document["restart_only"]))
     facts += [("restore", _event(item)) for item in document["history"]]
+    facts += [("column", column_words(column)) for column in document["columns"]]
     if document["text"] is not None:
         facts += [("prompt text", document["prompt_text"]), ("text", document["text"])]
     screen.facts(facts)
