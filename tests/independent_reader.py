@@ -1,7 +1,8 @@
 """A second reader of stores on local disk, written from docs/format.md alone.
 
 Owns: reading a store and checking every sum, digest and length on the way.
-Does not know: the project. It imports nothing of it, so that the two can be held against each other.
+Does not know: the project. It imports nothing of it, so that the two can be held against each other; what is special to
+Zarr segments is in independent_zarr.py.
 
 Invariants:
 1. Nothing is returned that did not check; BadStore names the first object that does not.
@@ -20,8 +21,11 @@ import google_crc32c
 import numpy as np
 import pyarrow as pa
 
+from tests import independent_zarr
+from tests.independent_zarr import TYPES
+
 OBJECTS = {
-    "seg": re.compile(r"seg/e\d{6,}/[a-z0-9._-]+\.[0-9a-f]{8}/\d{8,}-[0-9a-f]{8}-([0-9a-f]{8})\.arrow"),
+    "seg": re.compile(r"seg/e\d{6,}/[a-z0-9._-]+\.[0-9a-f]{8}/\d{8,}-[0-9a-f]{8}-([0-9a-f]{8})\.(?:arrow|zarr)"),
     "ledger": re.compile(r"ledger/e\d{6,}/[0-9a-f]{16}\.arrow"),
     "state": re.compile(r"state/e\d{6,}/[a-z0-9._-]+-[0-9a-f]{16}\.json"),
     "gc": re.compile(r"gc/e\d{6,}/[0-9a-f]{16}\.json"),
@@ -37,6 +41,8 @@ SEGMENT = (
     "logprobs: list<: float>, mask_starts: list<: uint32>, mask_values: list<: bool>, lineage: string, "
     "number: uint64, digest: fixed_size_binary[16], body: string"
 )
+ARROW_NAMES = {"float16": "halffloat", "float32": "float", "float64": "double"}
+COLUMNS_LIMIT, WIDTH_LIMIT, WIDE_LIMIT = 256, 4096, 1 << 28
 
 
 class BadStore(Exception):
@@ -87,28 +93,35 @@ def parse(text, name, kind=dict):
     return value
 
 
-def check_version(value, name, mark):
+def check_version(value, name, mark, known=()):
     need(value.get("format") == mark, name, f"has format {value.get('format')!r:.60}; this reader knows {mark!r}")
     version = value.get("version")
     need(type(version) is int and version == 1, name, f"has version {version!r:.60}; this reader knows version 1")
-    check_requires(value, name)
+    check_requires(value, name, known)
 
 
-def check_requires(value, name):
-    need(value.get("requires", []) == [], name, f"requires {value.get('requires')!r:.60}, which is not known here")
+def check_requires(value, name, known=()):
+    requires = value.get("requires", [])
+    need(isinstance(requires, list), name, "has requirements that are no list")
+    for needed in requires:
+        need(needed in known, name, f"requires {needed!r:.60}, which is not known here")
 
 
-def read_arrow(data, name, kind, columns):
+def read_arrow(data, name, kind, columns, known=()):
+    """Header, types of wide columns, batches."""
     with reading(name):
         reader = pa.ipc.open_file(pa.BufferReader(data))
         header = parse(reader.schema.metadata[b"prefix-recovery"], name)
-        check_version(header, name, f"prefix-recovery/{kind}")
+        check_version(header, name, f"prefix-recovery/{kind}", known)
         found = ", ".join(f"{field.name}: {field.type}" for field in reader.schema)
+        types = [type_ for type_ in TYPES if f"wide_{type_}" in reader.schema.names] if known else []
+        wide = "".join(f", wide_{type_}: list<: {ARROW_NAMES.get(type_, type_)}>" for type_ in types)
+        columns += f", wide: string{wide}" if types else ""
         need(re.sub("(?<=list<)[^:]*|( not null)", "", found) == columns, name, "has other columns")
         batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         for batch in batches:
             batch.validate(full=True)
-    return header, batches
+    return header, types, batches
 
 
 # ---- digests ---------------------------------------------------------------------------------------------------------
@@ -162,7 +175,8 @@ def read_ledger(root, ref, name):
     chain = []
     while ref is not None:
         name, data = fetch_referenced(root, ref, name, "ledger", ARROW_LIMIT)
-        chain.append((name, *read_arrow(data, name, "ledger", LEDGER)))
+        header, _, batches = read_arrow(data, name, "ledger", LEDGER)
+        chain.append((name, header, batches))
         ref = chain[-1][1].get("parent")
     calls, segments = {}, {}
     for name, header, batches in reversed(chain):
@@ -200,20 +214,35 @@ def merge(row, calls, keys, name):
 
 
 def read_segment(root, info):
-    """Its records, by running number."""
+    """Its records, by running number: rows as section 9 has them, lists as arrays."""
     key, nbytes, whole, told = info["key"], info["nbytes"], info["crc32c"], info["batches"]
     match = OBJECTS["seg"].fullmatch(key)
     need(match, key, "is not a segment's key")
     data = fetch(root, key, ARROW_LIMIT)
     need(len(data) == nbytes, key, f"has {len(data)} bytes, not {nbytes}")
     need(google_crc32c.value(data) == whole == int(match[1], 16), key, "has another crc32c")
-    _, batches = read_arrow(data, key, "segment", SEGMENT)
     with reading(key):
-        need([batch.num_rows for batch in batches] == [n for *_, n in told], key, "is divided into other batches")
-        need(all(0 < n <= 64 for *_, n in told), key, "has a batch of a wrong size")
-        for at, length, crc, _ in told:
+        for at, length, crc, n in told:
             need(google_crc32c.value(data[at : at + length]) == crc, key, f"has another crc32c in the batch at {at}")
-    return [{c: batch[c][i] for c in batch.schema.names} for batch in batches for i in range(batch.num_rows)]
+            need(0 < n <= 64, key, "has a batch of a wrong size")
+        if key.endswith(".zarr"):
+            header, types, bounds, rows = independent_zarr.rows(data)
+            check_version(header, key, "prefix-recovery/segment", ["wide-columns"])
+            need(bounds == [[at, length, n] for at, length, _, n in told], key, "is divided into other batches")
+        else:
+            header, types, batches = read_arrow(data, key, "segment", SEGMENT, ["wide-columns"])
+            need([batch.num_rows for batch in batches] == [n for *_, n in told], key, "is divided into other batches")
+            rows = [row_of(batch, i) for batch in batches for i in range(batch.num_rows)]
+        need(bool(header.get("requires")) == bool(types), key, "does not require what it has")
+        need(info.get("wide", []) == types, key, "has other wide columns than its description")
+    return rows
+
+
+def row_of(batch, i):
+    """A row of a record batch, lists as arrays."""
+    cells = {name: batch[name][i] for name in batch.schema.names}
+    is_list = {name: pa.types.is_list(cell.type) and cell.is_valid for name, cell in cells.items()}
+    return {name: c.values.to_numpy(False) if is_list[name] else c.as_py() for name, c in cells.items()}
 
 
 # ---- one call --------------------------------------------------------------------------------------------------------
@@ -227,31 +256,33 @@ def read_call(row, record):
 
     def take(key, index, kind):
         got, name = record(key, index), f"{key}: record {index}"
-        need(got["kind"].as_py() == kind, name, f"is not of kind {kind}")
-        need(got["call_id"].as_py() == row["call_id"], name, f"is not of {call}")
-        need(got["attempt"].as_py() <= row["attempt"], name, "is of a later attempt")
+        need(got["kind"] == kind, name, f"is not of kind {kind}")
+        need(got["call_id"] == row["call_id"], name, f"is not of {call}")
+        need(got["attempt"] <= row["attempt"], name, "is of a later attempt")
         return name, got
 
     name, got = take(identity["opened"]["segment"], identity["opened"]["index"], 0)
-    body, prompt = parse(got["body"].as_py(), name), got["token_ids"].values.to_numpy()
+    body, prompt = parse(got["body"], name), got["token_ids"]
     parts = [u64(len(prompt)), prompt.astype("<i4").tobytes()]
     asked = digest(b"request", *parts, lp(canonical(body["sampling"])), lp(canonical(body["extra"])))
-    need(asked == got["digest"].as_py(), name, "has another request digest")
+    need(asked == got["digest"], name, "has another request digest")
     need(asked.hex() == identity["request_digest"], name, "is not the request that the ledger names")
     for field in ("rollout", "turn", "restart_only", "source_digest"):
         need(body[field] == identity[field], name, f"has another {field} than the ledger")
     own = digest(b"call", lp(body["rollout"]), u64(body["turn"]), asked)
     need(own == row["call_id"], name, f"makes call {own.hex()}")
-    tokens, logprobs, has, masks, versions = [], [], [], [], []
+    tokens, logprobs, has, masks, versions, columns = [], [], [], [], [], {}
     for chunk in row["chunks"]:
         name, got = take(chunk["key"], chunk["index"], 1)
         ids, bits, found = read_chunk(got, row["call_id"], name)
-        lps = found.pop("logprobs")
+        lps, wide = found.pop("logprobs"), found.pop("columns")
         need(found == {field: chunk[field] for field in found}, name, "is not the chunk that the ledger lists")
         tokens.append(ids)
         logprobs.append(np.zeros(len(ids), "f4") if lps is None else lps)
         has.append(np.full(len(ids), lps is not None))
         masks.append(bits)
+        for column, values in wide.items():
+            join(columns.setdefault(column, []), chunk["start"], values)
         version = [chunk["lineage"], chunk["number"]]
         if not versions or versions[-1][2:] != version:
             versions.append([chunk["start"], 0, *version])
@@ -269,15 +300,25 @@ def read_call(row, record):
         "has_logprobs": np.concatenate([np.zeros(0, bool), *has]),
         "mask": np.concatenate([np.zeros(0, bool), *masks]),
         "versions": versions,
+        "columns": {name: columns[name] for name in sorted(columns)},
         "n_chunks": len(row["chunks"]),
     }
 
 
+def join(runs, start, values):
+    """Add the values of the tokens from `start` on to the stretches [start, values] of a column."""
+    if runs:
+        begin, last = runs[-1]
+        if begin + len(last) == start and last.dtype == values.dtype and last.shape[1:] == values.shape[1:]:
+            runs[-1][1] = np.concatenate([last, values])
+            return
+    runs.append([start, values])
+
+
 def read_chunk(got, call_id, name):
-    """Token ids, mask, and what the ledger lists of it together with the logprobs (None: there are none)."""
-    start, lineage, number = (got[field].as_py() for field in ("start", "lineage", "number"))
-    ids, starts, values = (got[field].values.to_numpy(False) for field in ("token_ids", "mask_starts", "mask_values"))
-    lps = got["logprobs"].values.to_numpy() if got["logprobs"].is_valid else None
+    """Token ids, mask, and what the ledger lists of it with logprobs (None: there are none) and wide columns."""
+    start, lineage, number, lps = (got[field] for field in ("start", "lineage", "number", "logprobs"))
+    ids, starts, values = (got[field] for field in ("token_ids", "mask_starts", "mask_values"))
     n = len(ids)
     need(1 <= n <= TOKEN_LIMIT and (lps is None or len(lps) == n), name, f"has {n} tokens and not as many logprobs")
     lengths = np.diff(np.append(starts.astype("i8"), n))
@@ -286,10 +327,36 @@ def read_chunk(got, call_id, name):
     mask = np.repeat(values, lengths)
     parts = [call_id, u64(start), lp(lineage), u64(number), u64(n), ids.astype("<i4").tobytes()]
     parts += [b"\0"] if lps is None else [b"\1", lps.astype("<f4").tobytes()]
-    own = digest(b"chunk", *parts, mask.astype("u1").tobytes())
-    need(own == got["digest"].as_py(), name, "has another chunk digest")
-    found = {"start": start, "n_tokens": n, "digest": own, "lineage": lineage, "number": number, "logprobs": lps}
-    return ids, mask, found
+    columns = read_wide(got, n, name)
+    wide = [u64(len(columns))] if columns else []
+    for column, array in columns.items():
+        wide += [lp(column), lp(array.dtype.name), u64(array.shape[1] if array.ndim == 2 else 0)]
+        wide.append(array.astype(array.dtype.newbyteorder("<")).tobytes())
+    own = digest(b"chunk", *parts, mask.astype("u1").tobytes(), *wide)
+    need(own == got["digest"], name, "has another chunk digest")
+    found = {"start": start, "n_tokens": n, "digest": own, "lineage": lineage, "number": number}
+    return ids, mask, {**found, "logprobs": lps, "columns": columns}
+
+
+def read_wide(got, n, name):
+    """The wide columns of a chunk of n tokens, by name."""
+    told = [] if got.get("wide") is None else parse(got["wide"], name, list)
+    need(told or got.get("wide") is None, name, "lists no wide column")
+    names = [column for column, _, _ in told]
+    need(names == sorted(set(names)) and len(names) <= COLUMNS_LIMIT, name, "has too many wide columns, or not by name")
+    taken, columns, nbytes = dict.fromkeys(TYPES, 0), {}, 0
+    for column, type_, width in told:
+        need(re.fullmatch("[A-Za-z0-9._-]{1,64}", column), name, "has a wide column of no name")
+        need(type_ in TYPES and type(width) is int and 0 <= width <= WIDTH_LIMIT, name, f"has an odd column {column}")
+        stop = taken[type_] + n * max(width, 1)
+        values = got[f"wide_{type_}"][taken[type_] : stop]
+        columns[column] = values.reshape(n, width) if width else values.reshape(n)
+        taken[type_] = stop
+        nbytes += values.nbytes
+    need(nbytes <= WIDE_LIMIT, name, "has too large wide columns")
+    left = [type_ for type_ in TYPES if len(got.get(f"wide_{type_}", ())) != taken[type_]]
+    need(not left, name, f"has values of {left} that no column is of")
+    return columns
 
 
 # ---- a store ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,16 @@ import pytest
 
 from recovery.errors import Damaged, FormatNotUnderstood, ObjectMissing
 from recovery.ledger import Entry
-from recovery.model import OPEN, Chunk
+from recovery.model import OPEN, WIDE_TYPES, Chunk, Record
 from recovery.ports import ObjectStore
 from recovery.reading import read_segment, read_transcripts
 from recovery.slots import Read, find_tail, walk_back
 from recovery.snapshots import Loaded, Snapshot, check_root, load
 from storage_backends import arrow_file
 from storage_backends.arrow_ledger import ArrowLedgerCodec
-from storage_backends.arrow_segments import ArrowSegmentCodec
+from storage_backends.codecs import MixedSegmentCodec
 from storage_backends.local import LocalStore
-from tests import independent_reader
+from tests import independent_reader, independent_zarr
 from tests.golden.make_golden import A0, A1, FOREIGN, Life, bits, expectation, golden
 from tests.independent_reader import BadStore, check_everything, read_store
 
@@ -58,9 +58,20 @@ def independent(snapshot: dict[str, Any]) -> Calls:
         words = zip(read["logprobs"].view(np.uint32).tolist(), read["has_logprobs"].tolist(), strict=True)
         call["logprobs"] = [word if has else None for word, has in words]
         call["mask"] = "".join("01"[bit] for bit in read["mask"].tolist())
+        call["columns"] = [
+            column_as_json(name, start, values) for name, runs in read["columns"].items() for start, values in runs
+        ]
         call["token_ids"], call["prompt_token_ids"] = read["token_ids"].tolist(), read["prompt_token_ids"].tolist()
         calls.append(call)
     return calls
+
+
+def column_as_json(name: str, start: int, values: Any) -> dict[str, Any]:
+    """A stretch of a wide column: `bits` are its bytes, little-endian, row by row."""
+    assert values.dtype.isnative and not values.dtype.hasobject
+    width = values.shape[1] if values.ndim == 2 else 0
+    stop, bits = start + len(values), values.tobytes().hex()
+    return {"name": name, "type": values.dtype.name, "width": width, "start": start, "stop": stop, "bits": bits}
 
 
 def snapshot_of_project(store: ObjectStore, number: int | None = None) -> Loaded:
@@ -76,14 +87,15 @@ def snapshot_of_project(store: ObjectStore, number: int | None = None) -> Loaded
 
 def project(store: ObjectStore, number: int | None = None) -> Calls:
     """What the project's own reader returns."""
-    loaded, codec = snapshot_of_project(store, number), ArrowSegmentCodec()
+    loaded, codec = snapshot_of_project(store, number), MixedSegmentCodec()
     entries = sorted(loaded.ledger, key=lambda entry: (entry.identity.rollout, entry.identity.turn))
     transcripts = read_transcripts(store, codec, loaded.ledger, entries)
+    read = cache(lambda key: read_segment(store, codec, loaded.ledger.segment(key)))
     calls = []
     for entry in entries:
         found = transcripts[entry.call_id]
         reason, stop = entry.ended or (None, None)
-        mask, has = masks(store, codec, loaded, entry)
+        mask, has = masks(read, entry)
         words = zip(found.logprobs.view(np.uint32).tolist(), has, strict=True)
         calls.append(
             {
@@ -104,6 +116,9 @@ def project(store: ObjectStore, number: int | None = None) -> Calls:
                 "logprobs": [word if present else None for word, present in words],
                 "mask": mask,
                 "versions": [[start, stop, v.lineage, v.number] for start, stop, v in found.version_spans],
+                "columns": [
+                    column_as_json(name, run.start, run.values) for name, runs in found.columns.items() for run in runs
+                ],
             }
         )
     return calls
@@ -114,11 +129,11 @@ def event_as_json(event: Any) -> dict[str, Any]:
     return {"kind": kind, **{name: getattr(event, name) for name in event.__slots__}}
 
 
-def masks(store: ObjectStore, codec: ArrowSegmentCodec, loaded: Loaded, entry: Entry) -> tuple[str, list[bool]]:
+def masks(read: Callable[[str], list[Record]], entry: Entry) -> tuple[str, list[bool]]:
     """What a Transcript does not carry: the mask, and which tokens have a logprob."""
     mask, has = "", []
     for ref in entry.chunks:
-        record = read_segment(store, codec, loaded.ledger.segment(ref.at.segment))[ref.at.index]
+        record = read(ref.at.segment)[ref.at.index]
         assert isinstance(record, Chunk)
         mask += "".join("01"[bit] for bit in record.mask.tolist())
         has += [record.logprobs is not None] * ref.n_tokens
@@ -129,6 +144,7 @@ def check(found: Calls, wanted: Calls) -> None:
     """Equal, with the differing field in the message."""
     assert [(call["rollout"], call["turn"]) for call in found] == [(call["rollout"], call["turn"]) for call in wanted]
     for call, told in zip(found, wanted, strict=True):
+        told = {"columns": [], **told}  # the first golden store was made before there were any
         for name in told:
             assert call[name] == told[name], f"{name} of {told['rollout']!r}"
         assert call.keys() == told.keys()
@@ -155,11 +171,17 @@ def test_golden_files_are_the_ones_that_were_written() -> None:
 
 
 def test_independent_reader_imports_nothing_of_the_project() -> None:
-    tree = ast.parse(Path(independent_reader.__file__).read_text("utf-8"))
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     allowed = {"contextlib", "google_crc32c", "hashlib", "json", "numpy", "pathlib", "pyarrow", "re", "struct"}
-    assert names <= allowed
+    allowed |= {"io", "zipfile", "tests.independent_zarr"}
+    for module in (independent_reader, independent_zarr):
+        names = set()
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                below = {f"tests.{alias.name}" for alias in node.names}
+                names |= below if node.module == "tests" else {str(node.module)}
+        assert names <= allowed
 
 
 def test_golden_log_read_independently() -> None:
@@ -253,7 +275,7 @@ def some_job(store: ObjectStore, seed: int) -> Life:
     rng = random.Random(seed)
     life: Life | None = None
     for _ in range(rng.randint(1, 3)):
-        life = Life(store, life, keep=rng.choice([1, 2, 6]), seed=seed)
+        life = Life(store, life, keep=rng.choice([1, 2, 6]), seed=seed, codec=rng.choice(["arrow", "zarr"]))
         for step in range(rng.randint(0, 40)):
             act(life, rng, step)
         life.close()
@@ -278,7 +300,8 @@ def act(life: Life, rng: random.Random, step: int) -> None:
             logprobs = rng.choice([None, [rng.uniform(-9, 0) for _ in range(n)]])
             mask = rng.choice([None, [rng.random() < 0.5 for _ in range(n)]])
             tokens = [rng.randrange(3, 1000) for _ in range(n)]
-            life.say(name, tokens, version=rng.choice([A0, A1, ("ß", 2**63)]), logprobs=logprobs, mask=mask)
+            version, columns = rng.choice([A0, A1, ("ß", 2**63)]), some_columns(rng, n)
+            life.say(name, tokens, version=version, logprobs=logprobs, mask=mask, columns=columns)
         case 7 if name:
             life.end(name, *rng.choice([("stop", 7), ("stop", "x\0"), ("stop", None), ("length", None)]))
         case 8 if name:
@@ -289,6 +312,16 @@ def act(life: Life, rng: random.Random, step: int) -> None:
             over = [name for name, call in life.published.items() if call.ended is not None]
             life.states["sampler"]["drawn"] = step // 8
             life.snapshot(drop=rng.sample(over, 1) if over and rng.random() < 0.4 else ())
+
+
+def some_columns(rng: random.Random, n: int) -> dict[str, np.ndarray]:
+    columns = {}
+    for name in rng.sample(["top_ids", "top_logprobs", "A.z", "-", "0"], rng.choice([0, 0, 1, 3])):
+        dtype = np.dtype(rng.choice(WIDE_TYPES))
+        shape = (n, *rng.choice([(), (1,), (3,)]))
+        raw = np.frombuffer(rng.randbytes(int(np.prod(shape)) * dtype.itemsize), np.uint8)
+        columns[name] = (raw > 127 if dtype == np.bool_ else raw.view(dtype)).reshape(shape)
+    return columns
 
 
 @pytest.mark.parametrize("number", range(12))

@@ -20,7 +20,7 @@ import hashlib
 import json
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from recovery.slots import SlotLog
 from recovery.snapshots import make_root
 from recovery.staging import Stager
 from storage_backends.arrow_ledger import ArrowLedgerCodec
-from storage_backends.arrow_segments import ArrowSegmentCodec
+from storage_backends.codecs import CodecName, MixedSegmentCodec
 from storage_backends.memory import MemoryStore
 from tests.fakes import ManualClock, SeededEntropy
 
@@ -54,7 +54,10 @@ NAN, INF = float("nan"), float("inf")
 
 @dataclass
 class Told:
-    """One call as it was fed in. `tokens`: (id, logprob or None, mask, (lineage, number)) each."""
+    """One call as it was fed in. `tokens`: (id, logprob or None, mask, (lineage, number)) each.
+
+    `columns`: for each token its row in each wide column, as (type, width, bytes).
+    """
 
     rollout: str
     turn: int
@@ -65,6 +68,7 @@ class Told:
     source_digest: str
     attempt: int = 0
     tokens: list[tuple[int, float | None, bool, tuple[str, int]]] = field(default_factory=list)
+    columns: list[dict[str, tuple[str, int, bytes]]] = field(default_factory=list)
     ended: tuple[str, int | str | None] | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
 
@@ -78,7 +82,7 @@ class Told:
         if n and self.restart_only:
             reason = f"{self.restart_only}: {why(self.restart_only)}"
             self.history.append({"kind": "restart", "at": n, "snapshot": snapshot, "reason": reason})
-            self.tokens = []
+            self.tokens, self.columns = [], []
         elif n:
             if self.history and self.history[-1]["kind"] == "resume" and self.history[-1]["at"] == n:
                 self.history.pop()
@@ -110,7 +114,24 @@ class Told:
             "mask": "".join(str(int(mask)) for *_, mask, _ in self.tokens),
             "versions": versions,
         }
+        if columns := self.columns_as_json():
+            value["columns"] = columns
         return json.loads(json.dumps(value))
+
+    def columns_as_json(self) -> list[dict[str, Any]]:
+        """By name and position, each stretch of tokens that have the column in one type and width."""
+        found: list[dict[str, Any]] = []
+        for name in sorted({name for row in self.columns for name in row}):
+            last: dict[str, Any] = {}
+            for at, row in enumerate(self.columns):
+                if name not in row:
+                    continue
+                type_, width, data = row[name]
+                if (last.get("stop"), last.get("type"), last.get("width")) != (at, type_, width):
+                    last = {"name": name, "type": type_, "width": width, "start": at, "stop": at, "bits": ""}
+                    found.append(last)
+                last["stop"], last["bits"] = at + 1, last["bits"] + data.hex()
+        return found
 
     def call_id(self) -> bytes:
         """Section 4, over plain values."""
@@ -139,9 +160,10 @@ def happen(calls: Calls, event: Event) -> None:
     if kind == "open":
         calls[name] = copy.deepcopy(rest[0])
     elif kind == "again":
-        calls[name].attempt, calls[name].tokens = rest[0], []
+        calls[name].attempt, calls[name].tokens, calls[name].columns = rest[0], [], []
     elif kind == "tokens":
         calls[name].tokens += rest[0]
+        calls[name].columns += rest[1]
     else:
         calls[name].ended = rest[0]
 
@@ -152,7 +174,15 @@ def happen(calls: Calls, event: Event) -> None:
 class Life:
     """One process of a job, from its claim on. Another one on the same store is the job after a crash of the last."""
 
-    def __init__(self, store: ObjectStore, before: Life | None = None, *, keep: int = 6, seed: object = 0) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        before: Life | None = None,
+        *,
+        keep: int = 6,
+        seed: object = 0,
+        codec: CodecName = "arrow",
+    ) -> None:
         self.store = store
         number = 1 if before is None else before.log.epoch + 1
         entropy = SeededEntropy(f"{seed} life {number}")
@@ -161,7 +191,7 @@ class Life:
         self.kinds: list[tuple[str, int]] = [] if before is None else before.kinds
         self.expected: dict[int, dict[str, Any]] = {} if before is None else before.expected
         self.reaches: dict[int, set[str]] = {} if before is None else before.reaches
-        segments, ledgers = ArrowSegmentCodec(), ArrowLedgerCodec()
+        segments, ledgers = MixedSegmentCodec(codec), ArrowLedgerCodec()
         make_root(store, entropy)
         self.log = SlotLog(store, self.clock, entropy, f"höst-{number} pid {number}")
         self.kinds.append(("epoch", self.log.claim()))
@@ -235,7 +265,7 @@ class Life:
     def again(self, name: Name) -> None:
         """An open call that cannot go on begins again in the same process, under a higher attempt."""
         call = self.live[name]
-        call.attempt, call.tokens = call.attempt + 1, []
+        call.attempt, call.tokens, call.columns = call.attempt + 1, [], []
         self._opened(call, ("again", name, call.attempt))
 
     def _opened(self, call: Told, event: Event) -> None:
@@ -259,12 +289,14 @@ class Life:
         version: tuple[str, int] = A0,
         logprobs: Sequence[float] | str | None = "some",
         mask: Sequence[bool] | None = None,
+        columns: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """One chunk."""
         if logprobs == "some":
             logprobs = [-0.25 * (token % 9) for token in tokens]
         call, n = self.live[name], len(tokens)
         masked = [True] * n if mask is None else [bool(bit) for bit in mask]
+        columns = columns or {}
         told = list(zip(tokens, [None] * n if logprobs is None else logprobs, masked, [version] * n, strict=True))
         chunk = Chunk(
             call_id=CallId(call.call_id()),
@@ -274,9 +306,15 @@ class Life:
             logprobs=None if logprobs is None else np.array(logprobs, np.float32),
             mask=np.array(masked, np.bool_),
             version=PolicyVersion(*version),
+            columns=columns,
         )
+        rows = [
+            {c: (v.dtype.name, v.shape[1] if v.ndim == 2 else 0, v[i].tobytes()) for c, v in columns.items()}
+            for i in range(n)
+        ]
         call.tokens += told
-        self._pending.append((chunk, ("tokens", name, told)))
+        call.columns += rows
+        self._pending.append((chunk, ("tokens", name, told, rows)))
 
     def end(self, name: Name, reason: str, stop: int | str | None = None) -> None:
         call = self.live[name]
@@ -433,14 +471,14 @@ WHOLE = (11, 17)
 """Snapshots of which expected.json holds every token: the last on top of the first base, and the newest."""
 
 
-def expectation(life: Life, store: ObjectStore) -> dict[str, Any]:
-    """What expected.json holds."""
+def expectation(life: Life, store: ObjectStore, whole: Collection[int] | None = WHOLE) -> dict[str, Any]:
+    """What expected.json holds. `whole`: of which snapshots every token; None: of all."""
     present = {item.key for item in store.list("")}
     readable = sorted(number for number, keys in life.reaches.items() if keys <= present)
     snapshots = {}
     for number in readable:
         wanted = dict(life.expected[number])
-        if number not in WHOLE:
+        if whole is not None and number not in whole:
             calls = wanted.pop("calls")
             wanted["tokens"] = {f"{call['rollout']} {call['turn']}": len(call["token_ids"]) for call in calls}
         snapshots[str(number)] = wanted
@@ -466,21 +504,29 @@ def as_text(value: Any, depth: int = 4, indent: str = "") -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def main(folder: Path) -> None:
+def files_of(store: ObjectStore) -> dict[str, bytes]:
+    return {item.key: store.get(item.key) for item in store.list("")}
+
+
+def write_store(folder: Path, files: Mapping[str, bytes]) -> None:
+    """FOLDER, which may not be there, and FOLDER.sha256."""
     folder.mkdir()
-    store = MemoryStore()
-    life = golden(store)
-    files = {item.key: store.get(item.key) for item in store.list("")} | FOREIGN
     for key, data in files.items():
         path = folder / key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    expected = (as_text(expectation(life, store)) + "\n").encode()
-    (folder.parent / "expected.json").write_bytes(expected)
     lines = [f"{hashlib.sha256(data).hexdigest()}  {folder.name}/{key}\n" for key, data in sorted(files.items())]
     folder.with_suffix(".sha256").write_text("".join(lines))
-    total = sum(map(len, files.values()))
-    print(f"{folder}: {len(files)} files, {total} bytes; expected.json: {len(expected)} bytes")
+    print(f"{folder}: {len(files)} files, {sum(map(len, files.values()))} bytes")
+
+
+def main(folder: Path) -> None:
+    store = MemoryStore()
+    life = golden(store)
+    write_store(folder, files_of(store) | FOREIGN)
+    expected = (as_text(expectation(life, store)) + "\n").encode()
+    (folder.parent / "expected.json").write_bytes(expected)
+    print(f"expected.json: {len(expected)} bytes")
     print(*(f"{seq}:{kind}@{epoch}" for seq, (kind, epoch) in enumerate(life.kinds, 1)))
 
 
