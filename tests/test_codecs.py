@@ -147,3 +147,14 @@ def test_no_library_is_loaded_before_it_is_needed() -> None:
         "assert not {'zarr', 'numcodecs'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_zarr_segments_need_no_zarr() -> None:
+    script = (
+        "import sys; sys.modules.update(dict.fromkeys(('zarr', 'numcodecs', 'donfig')));"
+        "from storage_backends.codecs import MixedSegmentCodec as M;"
+        "from storage_backends.testing.segments import many_wide, plain;"
+        "records = many_wide(70, 5); s = M('zarr').encode(records, 'seg/x');"
+        "assert list(map(plain, M().decode(s.data, s.info))) == list(map(plain, records))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
