@@ -16,14 +16,13 @@ import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, field
 
 from recovery import config_forms as forms
+from recovery.config_checks import check_combinations, check_loop
 from recovery.config_forms import Block, FieldError
 from recovery.errors import ConfigError
 
@@ -122,32 +121,23 @@ class JobConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout: Annotated[RolloutConfig, Meta(description="Staleness and capacity.")] = RolloutConfig()
 
 
-_STORE = "rollout_checkpointing.store"
+class LoopConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The two blocks that a training loop of one's own takes."""
+
+    rollout_checkpointing: Annotated[CheckpointingConfig, Meta(description="Snapshots and restore.")] = (
+        CheckpointingConfig()
+    )
+    rollout: Annotated[RolloutConfig, Meta(description="Staleness and capacity.")] = RolloutConfig()
+
+
 _FLAGGED = (CheckpointingConfig, RolloutConfig)
-
-
-class Unsupported(NamedTuple):
-    """A value that is refused (None: every value but the field's default), and what to do instead."""
-
-    path: str
-    value: str | None
-    instead: str
-
-
-_NO_UPDATES = "a batch job has no weight updates: leave it out"
-
-# What the schema knows and this version does not do. To support one, delete its line.
-UNSUPPORTED = (
-    Unsupported("rollout_checkpointing.gym.mode", "turn", "use mode: prefix_recovery, which keeps turns too"),
-    Unsupported("rollout.max_policy_version_lag", None, _NO_UPDATES),
-    Unsupported("rollout.on_stale", None, _NO_UPDATES),
-    Unsupported("rollout.max_executing_groups", None, _NO_UPDATES),
-    Unsupported("rollout.completed_prefetch_groups", None, _NO_UPDATES),
-    Unsupported("rollout.staleness_headroom", None, _NO_UPDATES),
-    Unsupported("rollout.max_pristine_requeues", None, _NO_UPDATES),
-    Unsupported("rollout.escalate_to", None, _NO_UPDATES),
-    Unsupported("rollout.async_buffer_max_groups", None, _NO_UPDATES),
-)
+_SHORT_FLAGS = {
+    "rollout.max_policy_version_lag": "--max-policy-version-lag",
+    "rollout.async_buffer_max_groups": "--async-buffer-max-groups",
+    "rollout.completed_prefetch_groups": "--fully-async-max-completed-prefetch-groups",
+    "rollout.max_executing_groups": "--fully-async-max-executing-groups",
+}
+"""Names that these knobs have elsewhere, beside `--rollout-…`."""
 
 
 def effective_mode(config: JobConfig | CheckpointingConfig) -> Mode:
@@ -182,62 +172,15 @@ def parse_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> J
     return _job(mapping, overrides, {}, None)
 
 
-def check_combinations(config: JobConfig) -> None:
-    """Refuse values that are fine alone and cannot be run, or cannot be restored, together."""
-    rollout, block, on = config.rollout, config.rollout_checkpointing, effective_mode(config) != "off"
-    slots, executing = rollout.completed_prefetch_groups, rollout.max_executing_groups
-    if slots < executing:
-        problem = f"found {slots}; accepted: at least max_executing_groups, {executing}"
-        raise FieldError("rollout.completed_prefetch_groups", problem, "a group must never wait for its slot")
-    lag, headroom = rollout.max_policy_version_lag, rollout.staleness_headroom
-    if lag is not None and headroom > lag:
-        problem = f"found {headroom}; accepted: at most max_policy_version_lag, {lag}"
-        raise FieldError("rollout.staleness_headroom", problem, "with more, no prefix would ever be resumed")
-    if rollout.escalate_to == "requeue_pristine":
-        problem = "requeue_pristine is what is escalated from"
-        raise FieldError("rollout.escalate_to", problem, "use wait_not_drop or resume_mixed")
-    if "model" in config.engine:
-        raise FieldError("engine.model", "is given twice", "remove it: the field `model` names the model")
-    if config.sampling.get("n", 1) != 1:
-        raise FieldError("sampling.n", "is not how samples are counted", "use samples_per_prompt")
-    if on and block.store is None:
-        raise FieldError(_STORE, "missing, and enabled is true", "e.g. store: s3://bucket/run-17, or a folder")
-    if on and str(block.store).startswith("memory:"):
-        problem = f"{block.store} does not survive a crash"
-        raise FieldError(_STORE, problem, "use a folder or an s3:// URL")
-    _check_places(config, block.store if on else None)
-    for row in UNSUPPORTED:
-        if on or not row.path.startswith(CheckpointingConfig.AT):
-            _check_supported(config, row)
+def load_loop_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> LoopConfig:
+    """The same for a file that holds only the blocks `rollout_checkpointing` and `rollout`."""
+    tree, origins = forms.read_file(os.fspath(path))
+    return _loop({} if tree is None else tree, overrides, origins, os.path.dirname(os.path.abspath(os.fspath(path))))
 
 
-def _check_supported(config: JobConfig, row: Unsupported) -> None:
-    value: Any = config
-    default: Any = JobConfig(model="-", prompts="-", output="-")
-    for name in row.path.split("."):
-        value, default = getattr(value, name), getattr(default, name)
-    if (value != default) if row.value is None else (value == row.value):
-        raise FieldError(row.path, f"{value} is not supported by this version", row.instead)
-
-
-def _check_places(config: JobConfig, store: str | None) -> None:
-    """Prompts and output are two files; the store is a folder that neither is, holds or lies in."""
-    prompts, output = _place(config.prompts), _place(config.output)
-    if prompts in (output, f"{output}.errors.jsonl"):
-        raise FieldError("output", "would overwrite prompts", "give it another name")
-    root = _place(store) if store else None
-    for name, file in (("prompts", prompts), ("output", output)):
-        if root and f"{root}/".startswith(f"{file}/"):
-            raise FieldError(_STORE, f"is {name} itself, or inside it", "give it a folder of its own")
-        if root and file.startswith(f"{root}/"):
-            raise FieldError(name, "is inside the store", "the store is a folder of its own: move one of them")
-
-
-def _place(text: str) -> str:
-    """A path or URL in a form that can be compared."""
-    if text.startswith("file://"):
-        text = url2pathname(urlsplit(text).path)
-    return text.rstrip("/") if _URL.match(text) else os.path.realpath(os.path.expanduser(text))
+def parse_loop_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> LoopConfig:
+    """The same from a tree that is in memory."""
+    return _loop(mapping, overrides, {}, None)
 
 
 def _job(mapping: Any, overrides: Sequence[str], origins: forms.Origins, folder: str | None) -> JobConfig:
@@ -254,15 +197,38 @@ def _job(mapping: Any, overrides: Sequence[str], origins: forms.Origins, folder:
     return config
 
 
+def _loop(mapping: Any, overrides: Sequence[str], origins: forms.Origins, folder: str | None) -> LoopConfig:
+    try:
+        tree = forms.plain(mapping)
+        if isinstance(tree, dict):
+            forms.override(tree, overrides, origins)
+        config = forms.build(LoopConfig, tree, LoopConfig)
+        check_loop(config)
+    except FieldError as error:
+        raise error.located(origins) from None
+    block = config.rollout_checkpointing
+    return (
+        config
+        if folder is None
+        else LoopConfig(rollout_checkpointing=_store_beside(block, folder), rollout=config.rollout)
+    )
+
+
+def _absolute(text: str, folder: str) -> str:
+    return text if _URL.match(text) else os.path.normpath(os.path.join(folder, os.path.expanduser(text)))
+
+
+def _store_beside(block: CheckpointingConfig, folder: str) -> CheckpointingConfig:
+    return block if block.store is None else msgspec.structs.replace(block, store=_absolute(block.store, folder))
+
+
 def _beside(config: JobConfig, folder: str) -> JobConfig:
     """The job with its local paths taken from `folder`."""
 
     def absolute(text: str) -> str:
-        return text if _URL.match(text) else os.path.normpath(os.path.join(folder, os.path.expanduser(text)))
+        return _absolute(text, folder)
 
-    block = config.rollout_checkpointing
-    if block.store is not None:
-        block = msgspec.structs.replace(block, store=absolute(block.store))
+    block = _store_beside(config.rollout_checkpointing, folder)
     return msgspec.structs.replace(
         config,
         model=absolute(config.model) if os.path.isdir(absolute(config.model)) else config.model,
@@ -295,6 +261,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             switch = leaf.field.default is False
             group.add_argument(
                 "--" + re.sub(r"[._]", "-", leaf.path),
+                *([_SHORT_FLAGS[leaf.path]] if leaf.path in _SHORT_FLAGS else []),
                 dest=leaf.path.replace(".", "_"),
                 default=argparse.SUPPRESS,
                 help=f"{leaf.description} {leaf.words} (default: {default})".replace("%", "%%"),

@@ -39,6 +39,10 @@ EXTRA_IMPORTS = {"recovery.config": {"msgspec", "yaml"}, "recovery.config_forms"
 """What modules of the core may import besides the standard library and numpy."""
 
 
+DRIVERS = {f"recovery.admission.{name}" for name in ("changes", "generation", "rollout", "updates")}
+"""The asyncio edge of the core: FullyAsyncRollout, which drives the machines beside it. No machine imports one."""
+
+
 def modules() -> Iterator[tuple[str, Path]]:
     """Every module of ours, by its dotted name."""
     for package, folder in PACKAGES.items():
@@ -199,9 +203,15 @@ def test_the_core_reads_no_clock_and_draws_no_chance() -> None:
             assert found <= allowed_modules.get(name, set()), f"{name} imports {sorted(found)}"
 
 
+def test_no_machine_of_the_core_knows_a_driver() -> None:
+    for name in MODULES:
+        if package_of(name) == "recovery" and name not in DRIVERS and name != "recovery.admission":
+            assert not imports_of(name) & DRIVERS, name
+
+
 def test_the_core_logs_nothing_and_awaits_nothing() -> None:
     for name in MODULES:
-        if package_of(name) == "recovery":
+        if package_of(name) == "recovery" and name not in DRIVERS:
             assert not {"logging", "asyncio", "warnings"} & {package_of(one) for one in imports_of(name)}, name
             waits = [
                 node for node in ast.walk(tree_of(MODULES[name])) if isinstance(node, ast.Await | ast.AsyncFunctionDef)

@@ -28,18 +28,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recovery import config
+from recovery import config, config_checks
 from recovery import config_forms as forms
-from recovery.config import (
-    UNSUPPORTED,
-    CheckpointingConfig,
-    GymConfig,
-    JobConfig,
-    RolloutConfig,
-    check_combinations,
-    load_config,
-    parse_config,
-)
+from recovery.config import CheckpointingConfig, GymConfig, JobConfig, RolloutConfig, load_config, parse_config
+from recovery.config_checks import NOT_OF_A_BATCH_JOB, UNSUPPORTED, Unsupported, check_combinations, check_rollout
 from recovery.errors import ConfigError
 
 NEEDED = {"model": "org/name", "prompts": "p.jsonl", "output": "o.jsonl"}
@@ -389,8 +381,8 @@ def test_places_are_compared_through_links(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("row", UNSUPPORTED, ids=lambda row: row.path)
-def test_what_is_not_supported_is_refused_by_name(row: config.Unsupported) -> None:
+@pytest.mark.parametrize("row", (*UNSUPPORTED, *NOT_OF_A_BATCH_JOB), ids=lambda row: row.path)
+def test_what_is_not_supported_is_refused_by_name(row: Unsupported) -> None:
     other = {
         "mode": "turn",
         "max_policy_version_lag": 3,
@@ -403,6 +395,71 @@ def test_what_is_not_supported_is_refused_by_name(row: config.Unsupported) -> No
     error = refusal(parse_config, NEEDED, [*setup, f"{row.path}={value}"])
     assert error.message == f"{row.path}: {value} is not supported by this version (override {row.path}={value})"
     assert error.hint == row.instead and row.instead
+
+
+def test_a_loop_of_ones_own_takes_what_a_batch_job_refuses(tmp_path: Path) -> None:
+    text = "rollout: {max_policy_version_lag: 2, completed_prefetch_groups: 16, on_stale: resume_masked}\n"
+    (tmp_path / "loop.yaml").write_text(f"{text}{CKPT}: {{enabled: true, store: st}}\n")
+    loop = config.load_loop_config(tmp_path / "loop.yaml", ["rollout.async_buffer_max_groups=9"])
+    assert loop.rollout == RolloutConfig(
+        max_policy_version_lag=2, completed_prefetch_groups=16, on_stale="resume_masked", async_buffer_max_groups=9
+    )
+    assert loop.rollout_checkpointing.store == str(tmp_path / "st")
+    assert config.parse_loop_config({"rollout": {"max_policy_version_lag": 0}}).rollout.max_policy_version_lag == 0
+    (tmp_path / "empty.yaml").write_text("")
+    assert config.load_loop_config(tmp_path / "empty.yaml") == config.LoopConfig()
+    said = refusal(config.load_loop_config, tmp_path / "loop.yaml", [f"{CKPT}.gym.mode=turn"])
+    assert "turn is not supported" in said.message
+    assert "unknown key" in refusal(config.parse_loop_config, {"model": "m"}).message
+    assert "missing" in refusal(config.parse_loop_config, {CKPT: {"enabled": True}}).message
+
+
+@pytest.mark.parametrize(
+    ("values", "batch", "path"),
+    [
+        ({"max_executing_groups": 9}, 1, "rollout.completed_prefetch_groups"),
+        ({}, 9, "rollout.completed_prefetch_groups"),
+        ({}, 0, "batch_groups"),
+        ({"async_buffer_max_groups": 3}, 4, "rollout.async_buffer_max_groups"),
+        ({"max_policy_version_lag": 1, "staleness_headroom": 2}, 1, "rollout.staleness_headroom"),
+        ({"escalate_to": "requeue_pristine"}, 1, "rollout.escalate_to"),
+    ],
+)
+def test_a14_capacities_that_cannot_work_are_refused_at_start_up(values: Any, batch: int, path: str) -> None:
+    error = refusal(check_rollout, RolloutConfig(**values), batch)
+    assert error.message.startswith(f"{path}: ")
+    check_rollout(RolloutConfig(async_buffer_max_groups=8), 8)
+
+
+def test_a52_a_negative_lag_is_refused() -> None:
+    negative = {"rollout": {"max_policy_version_lag": -1}}
+    assert "max_policy_version_lag" in refusal(config.parse_loop_config, negative).message
+
+
+def test_knobs_go_by_the_names_they_have_elsewhere() -> None:
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser)
+    given = parser.parse_args(
+        [
+            "--max-policy-version-lag",
+            "2",
+            "--async-buffer-max-groups",
+            "9",
+            "--fully-async-max-completed-prefetch-groups",
+            "12",
+            "--fully-async-max-executing-groups",
+            "6",
+            "--rollout-on-stale",
+            "reject",
+        ]
+    )
+    assert config.parse_loop_config({}, config.overrides_from_args(given)).rollout == RolloutConfig(
+        max_policy_version_lag=2,
+        async_buffer_max_groups=9,
+        completed_prefetch_groups=12,
+        max_executing_groups=6,
+        on_stale="reject",
+    )
 
 
 @pytest.mark.parametrize(
@@ -480,7 +537,8 @@ UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 @given(JOBS)
 def test_yaml_round_trip(made: JobConfig) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "UNSUPPORTED", ())
+        patch.setattr(config_checks, "UNSUPPORTED", ())
+        patch.setattr(config_checks, "NOT_OF_A_BATCH_JOB", ())
         assert parse_config(yaml.safe_load(config.to_yaml(made))) == made
         assert parse_config(forms.read_yaml(config.to_yaml(made), "text")[0]) == made
     assert jsonschema.Draft202012Validator(config.job_schema()).is_valid(msgspec.to_builtins(made, str_keys=True))
@@ -499,7 +557,8 @@ def test_flags_round_trip(block: CheckpointingConfig, rollout: RolloutConfig) ->
     parser = argparse.ArgumentParser()
     config.add_arguments(parser)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "UNSUPPORTED", ())
+        patch.setattr(config_checks, "UNSUPPORTED", ())
+        patch.setattr(config_checks, "NOT_OF_A_BATCH_JOB", ())
         assert parse_config(NEEDED, config.overrides_from_args(parser.parse_args(arguments))) == made
 
 

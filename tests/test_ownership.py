@@ -542,6 +542,29 @@ def test_resume_masked_trains_what_is_young_enough() -> None:
     assert got.groups[0][0].loss_mask == [0, 1, 1] and got.groups[0][0].version_spans[0] == (0, 1, "a", 0)
 
 
+@pytest.mark.parametrize("limit, admitted", [(0, 2), (1, 4), (2, 6), (None, 6)])
+def test_where_every_group_is_waited_for_no_more_are_admitted_than_can_be_trained(limit: Any, admitted: int) -> None:
+    """Batches of 2: within N updates come N + 1 batches, and no group has to be drawn again for age."""
+    source = NaiveSource(20)
+    own = owner(source, executing=6, slots=6, batch=2, limit=limit, policy="wait_not_drop")
+    n = 0
+    while not own.refusal():
+        assert own.admit() is not None
+        n += 1
+    assert n == admitted
+    for rollout in range(1, 11):
+        while not own.refusal() and own.admit() is not None:
+            pass
+        for record in own.attempts.in_phase(Phase.EXECUTING):
+            assert record.execution is not None
+            own.complete(record.execution, copies(record.attempt.samples), 0)
+        got = own.lease(rollout)
+        assert isinstance(got, Lease), got
+        own.commit(got)
+        update(own)
+    assert len(source.trained) == 20 and source.stale == {}
+
+
 def test_reject_gives_a_stale_group_up_under_the_coming_rollout() -> None:
     source = NaiveSource(1)
     own = owner(source, batch=1, limit=0, policy="reject")

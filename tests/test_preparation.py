@@ -190,7 +190,7 @@ def test_a11_everything_beyond_the_limit_goes_before_the_oldest() -> None:
     ages: dict[int, tuple[bool, list[int]]] = {}
 
     def entry(n: int, kept: bool = False) -> Entry:
-        return Entry(record=n, kept=kept, draw=n % 3)  # type: ignore[arg-type]
+        return Entry(record=n, kept=kept, draw=n)  # type: ignore[arg-type]
 
     queue = FinishedGroups(3, lambda record: ages[record])  # type: ignore[index]
     for n, age in enumerate([(False, [1]), (True, [4]), (False, [2, 0])]):

@@ -196,6 +196,18 @@ def test_a42_a_trainer_older_than_what_is_forgotten_is_refused() -> None:
     assert [a.group_index for a in back.reserve(1)] == [2]
 
 
+@pytest.mark.parametrize("rollout, replayed", [(2, [0, 1, 2]), (3, [1, 2]), (4, [2]), (5, [2]), (9, [2])])
+def test_a42_what_is_acknowledged_above_r_comes_again_and_up_to_r_does_not(rollout: int, replayed: list[int]) -> None:
+    one = source()
+    first, second, _ = one.reserve(3)
+    one.acknowledge([first], 3)
+    one.acknowledge([second], 4)
+    assert one.replay_set(rollout) == replayed
+    back = source()
+    back.restore(one.to_json(), rollout)
+    assert [a.group_index for a in back.reserve(len(replayed) + 1)] == [*replayed, 3]
+
+
 def test_a6_a_row_that_cannot_be_made_does_not_move_the_cursor() -> None:
     def process(row: dict[str, Any]) -> Mapping[str, Any]:
         if row["id"] == "p1" and broken:

@@ -1,0 +1,3 @@
+"""Admission of a fully asynchronous rollout: its machines, and FullyAsyncRollout, which drives them."""
+
+from recovery.admission.rollout import FullyAsyncRollout as FullyAsyncRollout

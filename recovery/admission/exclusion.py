@@ -37,7 +37,7 @@ class ExclusionFence:
     """Readers and one writer, without a queue: who is refused asks again."""
 
     def __init__(self) -> None:
-        self._inside: set[Pass] = set()
+        self._inside: dict[Pass, None] = {}
 
     def enter(self, work: Work, owner: str) -> Pass | str:
         """A pass, or who is in the way."""
@@ -48,13 +48,13 @@ class ExclusionFence:
         if blockers:
             return f"{blockers[0].work.value} of {blockers[0].owner}"
         one = Pass(work, owner)
-        self._inside.add(one)
+        self._inside[one] = None
         return one
 
     def leave(self, one: Pass) -> None:
         if one not in self._inside:
             raise NotInside(f"{one.work.value} of {one.owner} is not inside")
-        self._inside.remove(one)
+        del self._inside[one]
 
     @property
     def may_close(self) -> bool:

@@ -158,6 +158,17 @@ class Ownership:
         self.metrics.add("aborted_requeued")
         self.metrics.add("aborted_groups_recycled")
 
+    def refuse_prefix(self, execution: Execution, action: Action, n_tokens: int) -> None:
+        """(V12) A replayed group whose saved prefixes are too old: drawn anew, or given up; not begun with them."""
+        record = self.attempts.end(execution)
+        self.metrics.add("stale_groups_filtered")
+        self.metrics.add("stale_rejected")
+        if action is Action.REJECT:
+            self._discard(record)
+        else:
+            self.metrics.add("tokens_regenerated", n_tokens)
+            self._requeue_stale(record)
+
     def fail(self, error: BaseException) -> None:
         """The first failure is the one that everybody is told."""
         self.failure = self.failure or error

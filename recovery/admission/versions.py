@@ -150,6 +150,10 @@ class PolicyVersions:
         self.current = PolicyVersion(lineage, at)
         return self.current
 
+    def take_over(self, other: PolicyVersions) -> None:
+        """Be what `other` is: after a restore, before anything was admitted."""
+        self.current, self.state, self._forks = other.current, other.state, dict(other._forks)
+
     def _step(self, event: Event) -> None:
         target = TRANSITIONS.get((self.state, event))
         if target is None:

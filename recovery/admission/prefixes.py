@@ -1,0 +1,70 @@
+"""What a restart finds of unfinished samples, and whether it is worth going on with.
+
+Owns: the port to whoever keeps prefixes, and the verdict on a whole group.
+Does not know: how prefixes are stored or resumed (vllm_hooks does), when a group is begun.
+
+Invariants (numbers are those of the admission contract):
+1. (V12) It is asked when a replayed group is begun, before any token is spent on it.
+2. (V17) The granularity is the group: its samples go on together or are drawn anew together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from recovery.admission.attempts import Attempt
+from recovery.admission.ownership import Ownership
+from recovery.admission.staleness import Action
+from recovery.model import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Saved tokens of an unfinished sample: how many, sampled under which versions, with logprobs or without."""
+
+    n_tokens: int
+    versions: frozenset[PolicyVersion]
+    has_logprobs: bool = True
+
+
+class Prefixes(Protocol):
+    """Saved prefixes by request id."""
+
+    def of(self, request_id: str) -> Prefix | None:
+        """What is saved of that request; None if nothing is."""
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """(V18) They were requeued pristine: their prefixes are dropped with the next snapshot."""
+
+
+class _None:
+    def of(self, request_id: str) -> Prefix | None:
+        return None
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """There is nothing to forget."""
+
+
+NO_PREFIXES: Prefixes = _None()
+
+
+def verdict_of(attempt: Attempt, prefixes: Prefixes, own: Ownership) -> tuple[Action, int]:
+    """What to do with the group's prefixes, and how many tokens they have. RESUME if there is none."""
+    found = [prefix for sample in attempt.samples if (prefix := prefixes.of(sample.request_id)) is not None]
+    n_tokens = sum(prefix.n_tokens for prefix in found)
+    action = Action.RESUME
+    for prefix in found:
+        verdict = own.staleness.of_prefix(
+            own.versions,
+            prefix.versions,
+            attempt.stale,
+            has_logprobs=prefix.has_logprobs,
+            served=[own.versions.current],
+        )
+        if verdict.action in (Action.REQUEUE, Action.REJECT):
+            action = verdict.action
+    if action is not Action.RESUME:
+        prefixes.forget([sample.request_id for sample in attempt.samples])
+    return action, n_tokens

@@ -1,0 +1,321 @@
+"""FullyAsyncRollout: groups of samples on any number of engines, batches for a trainer, and everybody who holds it up.
+
+Owns: the tasks that generate, which engine each runs on, and who is woken when something changed.
+Does not know: what is allowed (ownership.py decides every step), what an engine is made of, stores, wall time.
+
+Runs on one event loop. Everything between two awaits is one step of the machine, so no gate can close in between.
+
+Invariants (numbers are those of the admission contract):
+1. (A16) A group is reserved in the same step in which the gate was seen open.
+2. (A50) A group leaves its slot only when its task has ended; cancelling one is a request.
+3. Every wait has a deadline, and a deadline changes nothing (changes.py).
+4. (A48, A49) Closing settles everything, reports the first error after trying all, and goes on when its caller is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+from recovery.admission.attempts import Execution, Record
+from recovery.admission.changes import Changes, Deadline
+from recovery.admission.generation import Engine, Generate, each_sample, run
+from recovery.admission.holds import AdmissionClosed, Hold, HoldKind, Lifecycle
+from recovery.admission.leases import Lease
+from recovery.admission.limits import Exhausted, Limits, Waiting
+from recovery.admission.metrics import HOLD_OWNERS, RETAINED_CAUSES
+from recovery.admission.ownership import Ownership
+from recovery.admission.prefixes import NO_PREFIXES, Prefixes, verdict_of
+from recovery.admission.replay import ReplaySource
+from recovery.admission.samples import Sample, copies
+from recovery.admission.staleness import Action, Staleness
+from recovery.admission.state import RolloutState
+from recovery.admission.updates import WeightUpdates
+from recovery.admission.versions import PolicyVersions
+from recovery.config import RolloutConfig
+from recovery.config_checks import check_rollout
+from recovery.errors import ConfigError
+from recovery.model import PolicyVersion
+from recovery.ports import Clock, Entropy
+
+
+class TerminalPending(Exception):
+    """(A50) Executions were asked to stop and have not proven that they did. They are still owned; close again."""
+
+
+class FullyAsyncRollout:
+    """Make one, `start` it on the event loop, then take batches.
+
+    Args:
+        source: where groups come from (ReplaySource over JsonlRows or IterableRows).
+        engines: what generates; a group runs on the one with the fewest groups.
+        config: the block `rollout`.
+        batch_groups: groups in a train batch.
+        clock, entropy: real ones, or a test's.
+        generate: makes a group's samples; by default each sample is given to the engine for itself.
+        keep: a finished group for which it is false is never trained on (dynamic sampling).
+        prefixes: what the engines' store knows of unfinished samples after a restart.
+    """
+
+    def __init__(
+        self,
+        source: ReplaySource,
+        engines: Sequence[Engine],
+        config: RolloutConfig,
+        *,
+        batch_groups: int,
+        clock: Clock,
+        entropy: Entropy,
+        generate: Generate = each_sample,
+        keep: Callable[[Sequence[Sample]], bool] = lambda samples: True,
+        prefixes: Prefixes = NO_PREFIXES,
+    ) -> None:
+        if not engines:
+            raise ConfigError("a rollout has at least one engine")
+        check_rollout(config, batch_groups)
+        self._source = source
+        self._engines = list(engines)
+        self._generate = generate
+        self._clock = clock
+        self._entropy = entropy
+        self._prefixes = prefixes
+        self._tasks: dict[Execution, tuple[asyncio.Task[object], int]] = {}
+        self._closing: asyncio.Task[None] | None = None
+        self._started = False
+        limits = Limits(
+            executing=config.max_executing_groups,
+            slots=config.completed_prefetch_groups,
+            batch_groups=batch_groups,
+            buffer_max=config.async_buffer_max_groups,
+        )
+        staleness = Staleness(
+            limit=config.max_policy_version_lag,
+            policy=config.on_stale,
+            headroom=config.staleness_headroom,
+            max_requeues=config.max_pristine_requeues,
+            escalate_to=config.escalate_to,
+        )
+        self.ownership = Ownership(
+            source, limits, staleness, PolicyVersions(PolicyVersion()), incarnation=entropy.hex(8), keep=keep
+        )
+        self.changes = Changes()
+        self.state = RolloutState(self.ownership, source)
+        self.updates = WeightUpdates(self)
+
+    # ---- the trainer -------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self.ownership.versions.current
+
+    def start(self) -> None:
+        """Begin to generate, on the running event loop. After `state.restore`, if there was something to restore."""
+        self._started = True
+        self._go_on()
+
+    async def next_batch(
+        self, rollout: int | None = None, *, timeout_s: float | None = None
+    ) -> Lease | Waiting | Exhausted:
+        """A batch under an id above all earlier ones (None: the next one); Waiting at the deadline, with the reason."""
+        deadline = Deadline(timeout_s)
+        while True:
+            before = self._measure()
+            try:
+                got = self.ownership.lease(self.ownership.leases.newest + 1 if rollout is None else rollout)
+            finally:
+                self._pump()
+                if self._measure() != before:
+                    self.changes.tell()
+            if not isinstance(got, Waiting) or deadline.passed:
+                return got
+            await self.changes.next(deadline)
+
+    def _measure(self) -> tuple[int, int, bool]:
+        """What other waiters may have waited for, as far as asking for a batch can change it."""
+        own = self.ownership
+        return len(own.finished), len(own.attempts), own.exhausted
+
+    def commit(self, lease: Lease) -> None:
+        """The trainer has the batch and trains it: its groups come again only if it goes back to a checkpoint."""
+        try:
+            self.ownership.commit(lease)
+        finally:
+            self._go_on()
+
+    def roll_back(self, lease: Lease) -> None:
+        """The trainer did not begin with it: its groups are generated again."""
+        try:
+            self.ownership.roll_back(lease)
+        finally:
+            self._go_on()
+
+    def checkpoint_saved(self, rollout: int) -> None:
+        """The trainer's checkpoint after that rollout is durable, and so is a snapshot that covers the rollout."""
+        self._source.checkpoint_saved(rollout)
+
+    def reconcile(self) -> list[BaseException]:
+        """Try again to give back whatever could not be. Returns what still cannot."""
+        errors = self.ownership.reconcile()
+        self._go_on()
+        return errors
+
+    # ---- holds -------------------------------------------------------------------------------------------------
+
+    def acquire(self, kind: HoldKind, owner: str, reason: str) -> Hold:
+        """Nothing new is reserved and no batch is leased from here on. Raises AdmissionClosed after `close`."""
+        return self.ownership.acquire(kind, owner, reason, self._clock.utc())
+
+    async def wait_terminal(self, hold: Hold, *, timeout_s: float | None = None) -> bool:
+        """Whether all that ran when the hold was acquired has ended (or, for a cut, was frozen). False: the deadline.
+
+        Raises the rollout's failure, which releases nothing. Waiting again is fine.
+        """
+        deadline = Deadline(timeout_s)
+        while True:
+            if self.ownership.failure is not None:
+                raise self.ownership.failure
+            if self.ownership.gate.lifecycle is not Lifecycle.OPEN:
+                raise AdmissionClosed("the rollout was closed")
+            if self.ownership.gate.done(hold):
+                return True
+            if deadline.passed:
+                return False
+            await self.changes.next(deadline)
+
+    def release(self, hold: Hold) -> None:
+        """Give the claim back. A second time is an error; after `close` nothing happens."""
+        self.ownership.gate.release(hold)
+        self._go_on()
+
+    @asynccontextmanager
+    async def holding(self, kind: HoldKind, owner: str, reason: str) -> AsyncIterator[Hold]:
+        """A hold for the time of a block; it is released however the block ends (A24)."""
+        hold = self.acquire(kind, owner, reason)
+        try:
+            yield hold
+        finally:
+            if hold in self.ownership.gate.active:
+                self.release(hold)
+
+    # ---- generating --------------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Something changed: reserve what may be reserved, and wake everybody who waits."""
+        self._pump()
+        self.changes.tell()
+
+    def _pump(self) -> None:
+        while self._started and not self.ownership.refusal():
+            try:
+                record = self.ownership.admit()
+            except Exception as error:
+                self.ownership.fail(error)  # every waiter is told (A20)
+                return
+            if record is None:
+                return
+            self._begin(record)
+
+    def _begin(self, record: Record) -> None:
+        execution = record.execution
+        assert execution is not None
+        stored = self.state.take_finished(record)
+        try:
+            if stored is not None:
+                self.ownership.complete(execution, stored, self._draw())
+                return
+            verdict, n_tokens = verdict_of(record.attempt, self._prefixes, self.ownership)
+            if verdict in (Action.REQUEUE, Action.REJECT):
+                self.ownership.refuse_prefix(execution, verdict, n_tokens)
+                return
+            self.ownership.metrics.add("tokens_reused", n_tokens)
+        except Exception as error:
+            self.ownership.fail(error)
+            return
+        loads = [sum(at == index for _, at in self._tasks.values()) for index in range(len(self._engines))]
+        index = loads.index(min(loads))
+        work = run(self._generate, copies(record.attempt.samples), self._engines[index])
+        task = asyncio.get_running_loop().create_task(work, name=record.attempt.reservation_id)
+        self._tasks[execution] = (task, index)
+        task.add_done_callback(partial(self._ended, execution))
+
+    def _ended(self, execution: Execution, task: asyncio.Task[object]) -> None:
+        """All work of an execution has stopped: the one place where a group leaves the executing ones."""
+        del self._tasks[execution]
+        try:
+            if not task.cancelled() and task.exception() is None:
+                self.ownership.complete(execution, task.result(), self._draw())
+                return
+            self._prefixes.forget([sample.request_id for sample in execution.attempt.samples])
+            error = None if task.cancelled() else task.exception()
+            if error is None:
+                self.ownership.aborted(execution)
+            else:
+                self.ownership.broke(execution, error)
+        except Exception as error:
+            self.ownership.fail(error)
+        finally:
+            self._go_on()
+
+    def _draw(self) -> int:
+        return int(self._entropy.hex(4), 16)
+
+    # ---- what people and metrics see ---------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Every key of metrics.KEYS; counters are since the last call."""
+        own, now = self.ownership, self._clock.utc()
+        lags = [max(own.ages.of(entry.record)[1], default=0) for entry in own.finished]
+        holds = own.gate.active
+        ages = {owner: 0.0 for owner in HOLD_OWNERS}
+        for hold in holds:
+            owner = hold.owner if hold.owner in ages else "other"
+            ages[owner] = max(ages[owner], now - hold.acquired_utc)
+        causes = [record.cause.replace(" ", "_") for record in own.settlement.retained]
+        prefix = "rollout/fully_async"
+        return own.metrics.emit(
+            {
+                "fully_async/queue/completed_groups": len(own.finished),
+                "fully_async/policy/current_version": self.version.number,
+                f"{prefix}/queue_size": len(own.finished),
+                f"{prefix}/buffer_avg_staleness": sum(lags) / len(lags) if lags else 0.0,
+                f"{prefix}/buffer_max_staleness": max(lags, default=0),
+                f"{prefix}/holds_active": len(holds),
+                **{f"{prefix}/hold_age_s/{owner}": age for owner, age in ages.items()},
+                f"{prefix}/frontier_groups": sum(own.gate.left(hold) for hold in holds),
+                f"{prefix}/open_leases": len(own.leases.open),
+                **{f"{prefix}/retained/{cause}": causes.count(cause) for cause in RETAINED_CAUSES},
+                f"{prefix}/slots_used": own.slots.used,
+                f"{prefix}/slots_total": own.slots.total,
+            }
+        )
+
+    # ---- the end -----------------------------------------------------------------------------------------------
+
+    async def close(self, *, timeout_s: float | None = None) -> None:
+        """Stop for good: cancel what runs, wait for it, give everything back. May be called again until it succeeds.
+
+        Raises CannotClose (an open lease, an update under way), TerminalPending at the deadline, or the first error of
+        the source. Cancelling the caller does not cancel it.
+        """
+        if self._closing is None or self._closing.done():
+            self._closing = asyncio.get_running_loop().create_task(self._close(timeout_s), name="close the rollout")
+        await asyncio.shield(self._closing)
+
+    async def _close(self, timeout_s: float | None) -> None:
+        try:
+            self.ownership.close()
+        finally:
+            self.changes.tell()
+        deadline = Deadline(timeout_s)
+        for task, _ in self._tasks.values():
+            task.cancel()
+        while self._tasks:
+            if not await self.changes.next(deadline) and self._tasks:
+                names = ", ".join(sorted(task.get_name() for task, _ in self._tasks.values()))
+                raise TerminalPending(f"{len(self._tasks)} groups have not stopped: {names}")
+        errors = self.ownership.settle_all()
+        self.changes.tell()
+        if errors:
+            raise errors[0]

@@ -1,0 +1,132 @@
+"""A rollout's part of a snapshot: cursor, replay set, finished groups, versions, and which rollouts it covers.
+
+Owns: the states `rollout` and `group-N` (docs/format.md, section 10), and taking them up again.
+Does not know: when a snapshot is taken, the store, prefixes (the ledger has them).
+
+Invariants (numbers are those of the admission contract):
+1. One step: everything is of one moment, at which admission and lease issue were closed (A15).
+2. Every group before the cursor is in the replay set, or acknowledged with its rollout; a finished one has its samples
+   too (M34) if they are JSON, and is generated again if they are not.
+3. A trainer at rollout R may take it up if the rollouts up to R are settled in it, and none above R is forgotten.
+4. What is taken up is checked whole before anything is replaced.
+5. A finished group comes back with the version of its admission, and only for the very draw that it was made in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from recovery.admission.attempts import Phase, Record
+from recovery.admission.ownership import Ownership
+from recovery.admission.preparation import covers
+from recovery.admission.replay import ReplaySource
+from recovery.admission.samples import Sample, from_json, to_json
+from recovery.admission.versions import PolicyVersions
+from recovery.codec import canonical_json
+from recovery.errors import Damaged, FingerprintMismatch
+from recovery.model import PolicyVersion
+
+SCHEMA = 1
+NAME = "rollout"
+_FINISHED = (Phase.PUBLISHED, Phase.LEASED, Phase.RETAINED)
+
+
+class RolloutState:
+    """Encodes and takes up the state of one rollout."""
+
+    def __init__(self, ownership: Ownership, source: ReplaySource) -> None:
+        self._own = ownership
+        self._source = source
+        self._finished: dict[tuple[int, int], tuple[PolicyVersion | None, tuple[Sample, ...]]] = {}
+
+    # ---- out ---------------------------------------------------------------------------------------------------
+
+    def states(self) -> dict[str, bytes]:
+        """By name. `group-N` does not change while the group waits, so it is written once."""
+        groups: dict[str, bytes] = {}
+        for record in self._own.attempts:
+            if record.phase in _FINISHED and record.samples:
+                group = _group(record)
+                if group is not None:
+                    groups[f"group-{record.attempt.group_index}"] = group
+        state = {
+            "schema": SCHEMA,
+            "source": self._source.to_json(),
+            "versions": self._own.versions.to_json(),
+            "rollouts": {"newest": self._own.leases.newest, "covered": covers(self._own)},
+            "finished": sorted(int(name.removeprefix("group-")) for name in groups),
+        }
+        return {NAME: canonical_json(state), **groups}
+
+    # ---- in ----------------------------------------------------------------------------------------------------
+
+    def restore(self, states: Mapping[str, bytes], *, rollout: int, version: int, lineage: str) -> None:
+        """Take up a snapshot's states, for a trainer at its checkpoint after `rollout`, at version number `version`.
+
+        `lineage` names the trainer's branch from here on, if it has gone back behind the newest version: a name that
+        was never used, e.g. with the store's epoch in it. Raises FingerprintMismatch or Damaged, nothing changed.
+        """
+        state = _parsed(states, NAME)
+        try:
+            versions = PolicyVersions.from_json(state["versions"])
+            newest, covered = int(state["rollouts"]["newest"]), int(state["rollouts"]["covered"])
+            finished = [(f"group-{int(group)}", int(group)) for group in state["finished"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise Damaged(f"the state {NAME!r} is malformed: {error!r}") from error
+        if rollout > covered:
+            raise FingerprintMismatch(
+                f"the trainer is at rollout {rollout}; the snapshot knows what was trained up to {covered} of {newest}",
+                hint="take a snapshot before each checkpoint of the trainer, or start the trainer from an older one",
+            )
+        groups = dict(_finished(_parsed(states, name), group) for name, group in finished)
+        if version < versions.current.number:
+            versions.fork(lineage, version)
+        elif version > versions.current.number:
+            versions.publish(PolicyVersion(versions.current.lineage, version))
+        self._source.restore(state["source"], rollout)
+        self._finished = groups
+        self._own.versions.take_over(versions)
+        self._own.leases.newest = rollout
+
+    def take_finished(self, record: Record) -> tuple[Sample, ...] | None:
+        """The stored samples of a group that is being begun, its version put back; None if it must be generated."""
+        found = self._finished.pop((record.attempt.group_index, record.attempt.draw), None)
+        if found is None:
+            return None
+        record.version = found[0]
+        return found[1]
+
+
+def _group(record: Record) -> bytes | None:
+    version = record.version
+    try:
+        samples = [to_json(sample) for sample in record.samples]
+    except (TypeError, ValueError):
+        return None  # invariant 2: not JSON, so it is generated again
+    return canonical_json(
+        {
+            "draw": record.attempt.draw,
+            "version": None if version is None else [version.lineage, version.number],
+            "samples": samples,
+        }
+    )
+
+
+def _finished(value: Any, group: int) -> tuple[tuple[int, int], tuple[PolicyVersion | None, tuple[Sample, ...]]]:
+    try:
+        version = None if value["version"] is None else PolicyVersion(*value["version"])
+        samples = tuple(from_json(sample) for sample in value["samples"])
+        return (group, int(value["draw"])), (version, samples)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"the state 'group-{group}' is malformed: {error!r}") from error
+
+
+def _parsed(states: Mapping[str, bytes], name: str) -> Any:
+    if name not in states:
+        raise Damaged(f"the snapshot has no state {name!r}")
+    try:
+        return json.loads(states[name])
+    except ValueError as error:
+        raise Damaged(f"the state {name!r} is not JSON: {error}") from error

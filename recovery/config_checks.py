@@ -1,0 +1,146 @@
+"""Which values of a configuration cannot be run, or cannot be restored, together.
+
+Owns: the refusals that need more than one field, and the list of what the schema knows and this version does not do.
+Does not know: files, YAML, where a key stood (config.py adds it).
+
+Invariants:
+1. A refusal names the field to change, what was found, what is accepted, and what to do.
+2. What a batch job cannot honour is refused for it, and only for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from recovery.config_forms import FieldError
+
+if TYPE_CHECKING:
+    from recovery.config import CheckpointingConfig, JobConfig, LoopConfig, RolloutConfig
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_STORE = "rollout_checkpointing.store"
+
+
+class Unsupported(NamedTuple):
+    """A value that is refused (None: every value but the field's default), and what to do instead."""
+
+    path: str
+    value: str | None
+    instead: str
+
+
+_NO_UPDATES = "a batch job has no weight updates: leave it out (recovery.admission.FullyAsyncRollout takes it)"
+
+# What the schema knows and this version does not do. To support one, delete its line.
+UNSUPPORTED = (
+    Unsupported("rollout_checkpointing.gym.mode", "turn", "use mode: prefix_recovery, which keeps turns too"),
+)
+
+# What a batch job (`prefix-recovery run`) refuses beside them.
+NOT_OF_A_BATCH_JOB = (
+    Unsupported("rollout.max_policy_version_lag", None, _NO_UPDATES),
+    Unsupported("rollout.on_stale", None, _NO_UPDATES),
+    Unsupported("rollout.max_executing_groups", None, _NO_UPDATES),
+    Unsupported("rollout.completed_prefetch_groups", None, _NO_UPDATES),
+    Unsupported("rollout.staleness_headroom", None, _NO_UPDATES),
+    Unsupported("rollout.max_pristine_requeues", None, _NO_UPDATES),
+    Unsupported("rollout.escalate_to", None, _NO_UPDATES),
+    Unsupported("rollout.async_buffer_max_groups", None, _NO_UPDATES),
+)
+
+
+def check_rollout(rollout: RolloutConfig, batch_groups: int = 1) -> None:
+    """Refuse capacities under which a group would wait for ever, or a batch of so many groups never be put together."""
+    slots, executing = rollout.completed_prefetch_groups, rollout.max_executing_groups
+    if slots < executing:
+        problem = f"found {slots}; accepted: at least max_executing_groups, {executing}"
+        raise FieldError("rollout.completed_prefetch_groups", problem, "a group must never wait for its slot")
+    lag, headroom = rollout.max_policy_version_lag, rollout.staleness_headroom
+    if lag is not None and headroom > lag:
+        problem = f"found {headroom}; accepted: at most max_policy_version_lag, {lag}"
+        raise FieldError("rollout.staleness_headroom", problem, "with more, no prefix would ever be resumed")
+    if rollout.escalate_to == "requeue_pristine":
+        problem = "requeue_pristine is what is escalated from"
+        raise FieldError("rollout.escalate_to", problem, "use wait_not_drop or resume_mixed")
+    cap = rollout.async_buffer_max_groups
+    if batch_groups < 1:
+        raise FieldError("batch_groups", f"found {batch_groups}; accepted: at least 1")
+    if slots < batch_groups:
+        problem = f"found {slots}; accepted: at least the train batch, {batch_groups} groups"
+        raise FieldError("rollout.completed_prefetch_groups", problem, "a batch holds a slot for each of its groups")
+    if cap is not None and cap < batch_groups:
+        problem = f"found {cap}; accepted: at least the train batch, {batch_groups} groups, or null"
+        raise FieldError("rollout.async_buffer_max_groups", problem, "with less, no batch would ever be full")
+
+
+def check_combinations(config: JobConfig) -> None:
+    """Refuse values that are fine alone and cannot be run, or cannot be restored, together."""
+    check_rollout(config.rollout)
+    block = config.rollout_checkpointing
+    on = block.enabled and block.gym.mode != "off"
+    if "model" in config.engine:
+        raise FieldError("engine.model", "is given twice", "remove it: the field `model` names the model")
+    if config.sampling.get("n", 1) != 1:
+        raise FieldError("sampling.n", "is not how samples are counted", "use samples_per_prompt")
+    _check_store(block, on)
+    _check_places(config, block.store if on else None)
+    _check_supported(config, (*(UNSUPPORTED if on else ()), *NOT_OF_A_BATCH_JOB))
+
+
+def check_loop(config: LoopConfig) -> None:
+    """The same for a training loop of one's own."""
+    check_rollout(config.rollout)
+    block = config.rollout_checkpointing
+    on = block.enabled and block.gym.mode != "off"
+    _check_store(block, on)
+    _check_supported(config, UNSUPPORTED if on else ())
+
+
+def _check_store(block: CheckpointingConfig, on: bool) -> None:
+    if on and block.store is None:
+        raise FieldError(_STORE, "missing, and enabled is true", "e.g. store: s3://bucket/run-17, or a folder")
+    if on and str(block.store).startswith("memory:"):
+        problem = f"{block.store} does not survive a crash"
+        raise FieldError(_STORE, problem, "use a folder or an s3:// URL")
+
+
+def _check_supported(config: JobConfig | LoopConfig, rows: Sequence[Unsupported]) -> None:
+    for row in rows:
+        _check_one(config, row)
+
+
+def _check_one(config: JobConfig | LoopConfig, row: Unsupported) -> None:
+    value: Any = config
+    block = getattr(config, row.path.partition(".")[0])
+    default: Any = type(block)()
+    for name in row.path.split("."):
+        value = getattr(value, name)
+    for name in row.path.split(".")[1:]:
+        default = getattr(default, name)
+    if (value != default) if row.value is None else (value == row.value):
+        raise FieldError(row.path, f"{value} is not supported by this version", row.instead)
+
+
+def _check_places(config: JobConfig, store: str | None) -> None:
+    """Prompts and output are two files; the store is a folder that neither is, holds or lies in."""
+    prompts, output = _place(config.prompts), _place(config.output)
+    if prompts in (output, f"{output}.errors.jsonl"):
+        raise FieldError("output", "would overwrite prompts", "give it another name")
+    root = _place(store) if store else None
+    for name, file in (("prompts", prompts), ("output", output)):
+        if root and f"{root}/".startswith(f"{file}/"):
+            raise FieldError(_STORE, f"is {name} itself, or inside it", "give it a folder of its own")
+        if root and file.startswith(f"{root}/"):
+            raise FieldError(name, "is inside the store", "the store is a folder of its own: move one of them")
+
+
+def _place(text: str) -> str:
+    """A path or URL in a form that can be compared."""
+    if text.startswith("file://"):
+        text = url2pathname(urlsplit(text).path)
+    return text.rstrip("/") if _URL.match(text) else os.path.realpath(os.path.expanduser(text))
