@@ -1,6 +1,6 @@
 """recovery.admission.FullyAsyncRollout: generate functions of every kind, holds, updates, close; and schedules by seed.
 
-SCHEDULES sets how many seeds are run (1000), SCHEDULE_SEED the first one; a failure names its seed.
+SCHEDULES sets how many seeds are run (400), SCHEDULE_SEED the first one; a failure names its seed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def on_virtual_time(work: Callable[[], Any]) -> Callable[[], None]:
 
 def test_no_schedule_loses_doubles_or_trains_too_old() -> None:
     """Trainer, evaluator, snapshots and impatient waiters, over up to four process-lives a seed."""
-    first, n = int(os.environ.get("SCHEDULE_SEED", "0")), int(os.environ.get("SCHEDULES", "1000"))
+    first, n = int(os.environ.get("SCHEDULE_SEED", "0")), int(os.environ.get("SCHEDULES", "400"))
     for seed in range(first, first + n):
         try:
             virtual_loop.run(rollout_worlds.schedule(seed))
