@@ -14,7 +14,7 @@ SOURCES := recovery storage_backends vllm_hooks tools tests requirements
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check format soak clean
+.PHONY: help setup demo test check format browser soak clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -25,6 +25,7 @@ demo: $(VENV)/ready  ## kill and continue a job of a real model; compare it toke
 	$(BIN)/prefix-recovery demo $(ARGS)
 
 test: $(VENV)/ready  ## run all tests (ARGS=... passed on to pytest)
+	@.ci/browser || true  # the tests that need one fail, and say so
 	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
 
 check: $(VENV)/ready  ## ruff, mypy and the test of the import arrows
@@ -36,6 +37,9 @@ check: $(VENV)/ready  ## ruff, mypy and the test of the import arrows
 format: $(VENV)/ready  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+browser:  ## install Chromium for the tests of the report page, where there is none (Debian, as root)
+	.ci/browser
 
 soak: $(VENV)/ready  ## kill the real job KILLS=50 times in a row
 	$(BIN)/python -m tests.soak --kills $(KILLS) $(ARGS)

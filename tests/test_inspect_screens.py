@@ -44,6 +44,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "diff": ("diff", "STORE", "latest"),
     "stats": ("stats", "STORE"),
     "holds": ("holds", "STORE"),
+    "report": ("report", "STORE"),
     "doctor": ("doctor", "STORE"),
 }
 
@@ -214,6 +215,7 @@ SITUATIONS: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[int, str]
             "plan": (1, f"passed over  snapshot 5: KEY {SUM}"),
             "diff": (1, INSTEAD),
             "stats": (1, "in snapshot 4, "),
+            "report": (1, "1 problem found: snapshot-inspect verify "),
         },
     ),
     "corrupt slot": (
@@ -231,6 +233,7 @@ SITUATIONS: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[int, str]
             "plan": (1, "passed over  log slot 5: log slot 5 is not JSON"),
             "diff": (0, SKIPPED),
             "stats": (1, "1 problem found: snapshot-inspect verify "),
+            "report": (1, "1 problem found: snapshot-inspect verify "),
             "holds": (1, "unreadable  log slot 5 is not JSON"),
             "doctor": (1, "fail  read              log slot 5 is not JSON"),
         },
@@ -252,6 +255,7 @@ SITUATIONS: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[int, str]
             "plan": (13, f"error: {UNKNOWN}\n  upgrade prefix-recovery"),
             "diff": (0, f"note: log slot 5 cannot be used: {UNKNOWN}"),
             "stats": (13, "1 problem found: snapshot-inspect verify "),
+            "report": (13, "1 problem found: snapshot-inspect verify "),
             "holds": (13, f"unreadable  {UNKNOWN}"),
             "doctor": (13, f"error: {UNKNOWN}\n  upgrade prefix-recovery"),
         },
@@ -268,6 +272,7 @@ SITUATIONS: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[int, str]
             "plan": (1, "passed over  snapshot 5: KEY: "),
             "diff": (13, "version 2; this program reads 'prefix-recovery/ledger' version 1"),
             "stats": (13, "in snapshot 4, "),
+            "report": (13, "1 problem found: snapshot-inspect verify "),
         },
     ),
     "foreign files": (

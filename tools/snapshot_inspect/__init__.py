@@ -12,6 +12,7 @@ Only `doctor --probe` writes, scratch objects that belong to no store. Arrow is 
     diff        two snapshots beside each other
     stats       where the bytes are
     holds       who held the store
+    report      the life of a job (timeline estimates its times), page makes it a file for a browser
     doctor      whether a place does what a store needs; probe asks it with scratch objects
     documents   all of this as JSON (docs/schemas/)
     views       the documents as facts and rows

@@ -44,6 +44,11 @@ EXAMPLES = (
     ("diff", "snapshot-inspect diff runs/17 5 8", "what is different between two snapshots, or two stores"),
     ("stats", "snapshot-inspect stats runs/17", "where the bytes are, and what is garbage"),
     ("holds", "snapshot-inspect holds runs/17", "who held the store, and who fenced whom"),
+    (
+        "report",
+        "snapshot-inspect report runs/17 --html job.html",
+        "the job's life: figures, and a page with its timeline",
+    ),
     ("doctor", "snapshot-inspect doctor runs/17 --probe", "permissions, clock, format; what the place guarantees"),
 )
 
@@ -107,6 +112,10 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("b", metavar="B", nargs="?", help="a snapshot's id (default: latest)")
     add("stats", job_verbs.stats_, "snapshot-inspect stats runs/17 --json")
     add("holds", job_verbs.holds_, "snapshot-inspect holds runs/17 --json")
+    one = add("report", job_verbs.report_, "snapshot-inspect report runs/17")
+    one.add_argument(
+        "--html", metavar="FILE", help="write one self-contained page, to open in a browser without network"
+    )
     one = add("doctor", job_verbs.doctor_, "snapshot-inspect doctor s3://bucket/new-run --probe")
     one.add_argument("--probe", action="store_true", help="write scratch objects, time them, and remove them again")
     return top

@@ -15,7 +15,7 @@ from argparse import Namespace
 
 from recovery.errors import ConfigError, Damaged, FingerprintMismatch
 from recovery.ledger import Entry
-from snapshot_inspect import calls, diff, doctor, explain, holds, plan, stats
+from snapshot_inspect import calls, diff, doctor, explain, holds, page, plan, report, stats
 from snapshot_inspect.places import Place, ledger_codec, open_place, segment_codec
 from snapshot_inspect.survey import Choice, choose, position
 from snapshot_inspect.verbs import Answer, notes_of, worst
@@ -94,6 +94,18 @@ def holds_(args: Namespace, now: float) -> Answer:
     owners, unreadable = holds.owners_of(place.store, at)
     document = holds.holds(place, at, owners, unreadable, now)
     return Answer(worst([item.error for item in unreadable]), [document], lambda screen: holds.shown(screen, document))
+
+
+def report_(args: Namespace, now: float) -> Answer:
+    place = open_place(args.store)
+    found, sound = structure(place, segment_codec(), ledger_codec())
+    owners, _ = holds.owners_of(place.store, position(place.store))
+    document = report.report(place, found, sound, owners, now)
+    notes: tuple[str, ...] = ()
+    if args.html is not None:
+        page.write(args.html, document)
+        notes = (f"the page is {args.html}; open it in a browser, no network is needed",)
+    return Answer(found.exit_code, [document], lambda screen: report.shown(screen, document), notes)
 
 
 def doctor_(args: Namespace, now: float) -> Answer:

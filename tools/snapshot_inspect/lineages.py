@@ -176,6 +176,13 @@ class Lineages:
         lineage, position = self._place[snapshot.ledger]
         return {item.ref.key for item in lineage.objects[: position + 1]}
 
+    def accounted(self) -> Iterator[tuple[Snapshot, Mapping[str, int]]]:
+        """Up to which flush of each writer every snapshot accounts, as its ledger says."""
+        for lineage in self._lineages:
+            for position, standing in lineage.snapshots.items():
+                flushed = dict(lineage.objects[position].header.get("flushed", {}))
+                yield from ((snapshot, flushed) for snapshot in standing)
+
     def ledger_of(self, snapshot: Snapshot) -> tuple[Ledger, Mapping[str, int]]:
         """The ledger of a snapshot that was found sound, and what it has accounted for."""
         lineage, position = self._place[snapshot.ledger]

@@ -83,7 +83,6 @@ def stats(place: Place, found: Verification, sound: Sound | None) -> Document:
         if item.key.startswith(layout.SEGMENTS):
             epochs[epoch][1].add(item)
         use[_use(item.key, sound.keys, adoptable, garbage)].add(item)
-    said = count_text(len(found.findings), "problem")
     return {
         "store": place.address,
         "snapshot": sound.snapshot.id,
@@ -98,8 +97,14 @@ def stats(place: Place, found: Verification, sound: Sound | None) -> Document:
         "calls": call_figures(sound.ledger),
         "snapshots": _snapshots(found),
         "unfinished": found.leftovers.unfinished,
-        "notes": [f"{said} found: snapshot-inspect verify {shlex.quote(place.address)}"] if found.findings else [],
+        "notes": problem_notes(found, place.address),
     }
+
+
+def problem_notes(found: Verification, address: str) -> list[str]:
+    if not found.findings:
+        return []
+    return [f"{count_text(len(found.findings), 'problem')} found: snapshot-inspect verify {shlex.quote(address)}"]
 
 
 def _use(key: str, newest: Collection[str], adoptable: Collection[str], garbage: Collection[str]) -> str:

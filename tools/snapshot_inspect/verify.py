@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood, ObjectMissing
@@ -88,11 +89,16 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    """A sound snapshot with its ledger and the keys of all that it needs."""
+    """A sound snapshot with its ledger and the keys of all that it needs.
+
+    `accounted`: of every snapshot whose ledger was read, its epoch, its time (UTC seconds), and up to which flush of
+    each writer it accounts.
+    """
 
     snapshot: Snapshot
     ledger: Ledger
     keys: set[str]
+    accounted: list[tuple[int, float, Mapping[str, int]]]
 
 
 def structure(place: Place, segments: SegmentCodec, ledgers: LedgerCodec) -> tuple[Verification, Sound | None]:
@@ -252,7 +258,8 @@ class _Work:
             return None
         ledger, _ = self._lineages.ledger_of(snapshot)
         others = {ref.key for ref in snapshot.states.values()} | self._lineages.chain_keys(snapshot)
-        return Sound(snapshot, ledger, others | ledger.segments_in_use())
+        accounted = [(s.slot.epoch, s.slot.utc, flushed) for s, flushed in self._lineages.accounted()]
+        return Sound(snapshot, ledger, others | ledger.segments_in_use(), accounted)
 
     def _adoption(self) -> Adopted:
         """Tried on the newest sound snapshot."""
