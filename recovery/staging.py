@@ -8,6 +8,7 @@ Invariants:
 1. Flushes of one incarnation are stored in the order in which they were frozen, by one thread.
 2. What a failed flush carried goes with the next one, in front: order per call is kept and nothing is lost.
 3. Only coordinates leave this module; tokens go to the store and nowhere else.
+   A flush that is larger than a segment may be is several segments, each the next flush by number.
 4. A periodic flush is not made while another is queued: who wants one looks at `busy` and counts it with `refuse`. A
    cut is never refused.
 5. The bytes of a segment are kept, encoded, until a snapshot with it is published (the newest KEPT_NBYTES of them): one
@@ -28,8 +29,12 @@ from recovery.codec import chunk_digest, request_digest
 from recovery.errors import RecoveryError
 from recovery.layout import segment_stem
 from recovery.ledger import ChunkAt, Coordinates, EndedAt, OpenedAt
-from recovery.model import Chunk, ChunkRef, Ended, Identity, Opened, Record, RecordRef, SegmentInfo
+from recovery.model import Chunk, ChunkRef, Ended, Identity, Opened, Record, RecordRef, SegmentInfo, raw_nbytes
 from recovery.ports import Entropy, ObjectStore, SegmentCodec
+
+SEGMENT_RECORDS, SEGMENT_RAW_NBYTES = 1 << 14, 512 << 20
+"""A segment has at most so many records, and so many bytes before it is compressed: so that every codec can write it
+and read it again, and one with large wide columns does not take the memory of the job."""
 
 KEPT_NBYTES = 256 << 20
 """A snapshot interval of some fifty million tokens; more is kept by nobody who publishes."""
@@ -161,23 +166,34 @@ class Stager:
 
     def _run(self, captured: Sequence[Captured]) -> RecoveryError | None:
         self._backlog.extend(captured)  # before anything can fail: invariant 2
-        staged: Staged | None = None
+        stored: list[Staged] = []
+        failure: RecoveryError | None = None
         try:
-            if self._backlog:
-                staged = self._store_segment(
-                    [item.to_chunk() if isinstance(item, Run) else item for item in self._backlog]
-                )
+            while self._backlog:
+                stored.append(self._store_segment(self._next_records()))
         except RecoveryError as error:
             self.counters.failures += 1
             self.counters.last_failure = error.message
-            return error
+            failure = error
         finally:
             self.counters.backlog_records = len(self._backlog)
             with self._lock:
                 self._queued -= 1
-        if staged is not None:
+        for staged in stored:
             self._on_staged(staged)  # last: who is told may want the next flush, and must not find this one queued
-        return None
+        return failure
+
+    def _next_records(self) -> list[Record]:
+        """The first records of the backlog, as many as one segment takes; at least one."""
+        records: list[Record] = []
+        nbytes = 0
+        for item in self._backlog[:SEGMENT_RECORDS]:
+            record = item.to_chunk() if isinstance(item, Run) else item
+            nbytes += raw_nbytes(record)
+            if records and nbytes > SEGMENT_RAW_NBYTES:
+                break
+            records.append(record)
+        return records
 
     def _store_segment(self, records: list[Record]) -> Staged:
         self._flush += 1
@@ -185,7 +201,7 @@ class Stager:
         segment = self._codec.encode(records, stem)
         # EXISTS can only be our own earlier answer that was lost: the name is random. Validation reads it back.
         self._store.put_new(segment.info.key, segment.data)
-        self._backlog = []
+        self._backlog = self._backlog[len(records) :]
         self._keep(segment.info.key, segment.data)
         staged = Staged(segment.info, coordinates_of(records, segment.info.key), self.writer, self._flush)
         self.counters.flushes += 1

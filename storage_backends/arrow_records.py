@@ -88,18 +88,6 @@ def _row(record: Record) -> _Row:
             return _Row(ENDED, record.n_tokens, _NO_TOKENS, body=strict_json.dump(body))
 
 
-def raw_nbytes(record: Record) -> int:
-    """An upper bound of what a record takes in a batch, but for its texts."""
-    match record:
-        case Chunk():
-            wide = sum(values.nbytes for values in record.columns.values())
-            return 16 * int(record.token_ids.shape[0]) + wide + 256
-        case Opened():
-            return 4 * int(record.request.prompt_token_ids.shape[0]) + 256
-        case _:
-            return 256
-
-
 def to_arrays(records: Sequence[Record], types: Sequence[str]) -> list[pa.Array]:
     """The columns of one batch, in the order of schema_fields(types). Raises ValueError or TypeError for a bad record.
 

@@ -21,10 +21,10 @@ from functools import lru_cache
 import pyarrow as pa
 
 from recovery.errors import Damaged
-from recovery.model import BatchInfo, Record, SegmentInfo
+from recovery.model import BatchInfo, Record, SegmentInfo, raw_nbytes
 from recovery.ports import EncodedSegment
 from storage_backends import arrow_file, arrow_wide, strict_json
-from storage_backends.arrow_records import from_batch, raw_nbytes, schema_fields, to_arrays
+from storage_backends.arrow_records import from_batch, schema_fields, to_arrays
 from storage_backends.sums import check_bytes, crc32c, crc_from_key
 
 RECORDS_PER_BATCH = 64

@@ -37,6 +37,9 @@ from storage_backends.zarr_zip import Entry
 BATCH_BYTES_MAX = 1 << 30
 """Largest decompressed size of one batch; writers stay far below."""
 
+PADDING_ALWAYS = 1 << 20
+"""Values that may be padding in an array, whatever its length; beyond that never more than it has values."""
+
 Columns = Mapping[str, Array]
 """A batch, by the names of its arrays; ranges count from the batch's first value."""
 
@@ -53,6 +56,8 @@ def layout_of(batches: Sequence[Columns], per_batch: int, types: tuple[str, ...]
         if ARRAYS[name].ranges:
             lengths = [len(columns[name]) for columns in batches]
             chunk = max(1, min(max(lengths, default=1), CHUNK_VALUES_MAX))
+            while chunk > 1 and sum(-length % chunk for length in lengths) > PADDING_ALWAYS + sum(lengths):
+                chunk //= 2  # batches differ much in length
             chunk_values[name] = chunk
             n_chunks[name] = sum(-(-length // chunk) for length in lengths)
     return Layout(

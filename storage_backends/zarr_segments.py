@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recovery.errors import Damaged
-from recovery.model import BatchInfo, Record, SegmentInfo
+from recovery.model import BatchInfo, Record, SegmentInfo, raw_nbytes
 from recovery.ports import EncodedSegment
 from storage_backends import arrow_wide, zarr_arrays, zarr_batches, zarr_zip
-from storage_backends.arrow_records import from_batch, raw_nbytes, to_arrays
+from storage_backends.arrow_records import from_batch, to_arrays
 from storage_backends.sums import check_bytes, crc32c, crc_from_key
 from storage_backends.zarr_arrays import RECORDS_PER_BATCH, Layout
 from storage_backends.zarr_batches import Run

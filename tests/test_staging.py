@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
 
 from recovery.calls import CallTable
@@ -203,6 +204,48 @@ def test_it_is_busy_while_a_flush_hangs_and_a_refused_one_is_counted() -> None:
     assert first.result(30) is None and cut.result(30) is None and not one.busy
     assert one.counters.skipped == 1
     assert [said(part)[-1] for part in records_in(store)] == [("Chunk", 0, [1]), ("Chunk", 1, [2])]
+    one.close(wait=True)
+
+
+@pytest.mark.parametrize("bounds", [{"SEGMENT_RECORDS": 3}, {"SEGMENT_RAW_NBYTES": 900}])
+def test_a_flush_that_is_too_large_for_a_segment_is_several(
+    bounds: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With wide columns a flush may have any size; it is stored in order, and told one by one."""
+    for constant, value in bounds.items():
+        monkeypatch.setattr(f"recovery.staging.{constant}", value)
+    store, told = MemoryStore(), []
+    one = stager(store, on_staged=told.append)
+    table, calls = table_of(5)
+    for i, call in enumerate(calls):
+        columns = {"wide": np.full((1, 300), i, np.uint8)} if i % 2 else None
+        call.append([i], None, V0, columns)
+    assert flush(one, table) is None
+    parts = records_in(store)
+    assert len(parts) >= 3 and said([r for part in parts for r in part]) == [
+        row for i in range(5) for row in (("Opened", 0, []), ("Chunk", 0, [i]))
+    ]
+    assert told == one.take_staged() and [staged.flush for staged in told] == list(range(1, len(parts) + 1))
+    assert [c.chunk.at.index for staged in told for c in staged.coordinates if isinstance(c, ChunkAt)] == [
+        index for part in parts for index, record in enumerate(part) if isinstance(record, Chunk)
+    ]
+    one.close(wait=True)
+
+
+def test_what_a_large_flush_stored_before_it_failed_is_not_stored_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recovery.staging.SEGMENT_RECORDS", 2)
+    store, told = MemoryStore(), []
+    one = stager(FaultyStore(store, [PASS, FULL]), on_staged=told.append)
+    table, calls = table_of(3)
+    for i, call in enumerate(calls):
+        call.append([i], None, V0)
+    assert isinstance(flush(one, table), StoreFull)
+    assert len(told) == 1 and one.counters.backlog_records == 4 and not one.busy
+    assert flush(one, table) is None
+    assert said([r for part in records_in(store) for r in part]) == [
+        row for i in range(3) for row in (("Opened", 0, []), ("Chunk", 0, [i]))
+    ]
+    assert told == one.take_staged() and [staged.flush for staged in told] == [1, 3, 4]
     one.close(wait=True)
 
 

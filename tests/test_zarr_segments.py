@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,21 @@ def test_long_runs_of_values_are_several_chunks_and_short_ones_are_not_padded_to
             assert list(map(plain, found)) == list(map(plain, records[number * per_batch : (number + 1) * per_batch]))
     names = [entry.name for entry in zarr_zip.read(CODEC.encode(records, "seg/x").data, "x")]
     assert sum(name.startswith("token_ids/c/") for name in names) == 16 + 3
+
+
+def test_padding_is_bounded_when_batches_differ_much_in_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zarr_batches, "PADDING_ALWAYS", 1000)
+    one = many(1, 1)[1]
+    long = dataclasses.replace(one, token_ids=np.arange(20_000, dtype=np.int32), mask=np.ones(20_000, "?"))
+    records = [long, *[one] * 400]
+    codec = ZarrSegmentCodec(1)
+    data = codec.encode(records, "seg/x").data
+    assert list(map(plain, CODEC.decode(data, None))) == list(map(plain, records))
+    documents = {
+        entry.name: bytes(entry.data) for entry in zarr_zip.read(data, "x") if entry.name.endswith("zarr.json")
+    }
+    (length,) = json.loads(documents["token_ids/zarr.json"])["shape"]
+    assert 20_400 <= length < 2 * 20_400 + 1000
 
 
 def test_a_batch_of_too_many_tokens_becomes_several(monkeypatch: pytest.MonkeyPatch) -> None:
