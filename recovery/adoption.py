@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from recovery.errors import Damaged, FormatNotUnderstood, RecoveryError
+from recovery.errors import CredentialsRefused, Damaged, FormatNotUnderstood, RecoveryError
 from recovery.layout import SEGMENTS, segment_position
 from recovery.ledger import ChunkAt, Ledger
 from recovery.model import Record, SegmentInfo
@@ -44,7 +44,7 @@ def adopt(
 ) -> Adoption:
     """Extend `ledger`, that of a snapshot of `epoch`, by every adoptable segment, in flush order per writer."""
     adoption = Adoption()
-    for key in (item.key for item in store.list(f"{SEGMENTS}e{epoch:06d}/")):
+    for key in _flushed(store, epoch):
         at = segment_position(key)
         if at is None or at.epoch != epoch or at.flush <= flushed.get(at.writer, 0):
             continue
@@ -59,6 +59,14 @@ def adopt(
             continue
         _apply(ledger, info, records, adoption)
     return adoption
+
+
+def _flushed(store: ObjectStore, epoch: int) -> list[str]:
+    try:
+        return [item.key for item in store.list(f"{SEGMENTS}e{epoch:06d}/")]
+    except CredentialsRefused as error:
+        by_id = "a restore of one snapshot by its id needs no list, and adopts nothing (restore: ID)"
+        raise CredentialsRefused(error.message, hint=f"{error.hint}; {by_id}") from error
 
 
 def _apply(ledger: Ledger, info: SegmentInfo, records: list[Record], adoption: Adoption) -> None:

@@ -54,6 +54,43 @@ class GymConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return "off" if name == "mode" and value is False else value
 
 
+_NO_SECRETS = "credentials do not belong in a job file: set AWS_ACCESS_KEY_ID and its like, or name a profile"
+
+
+class StoreOptions(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a store on S3 is reached; what is not said here is looked up in the environment (docs/s3.md).
+
+    The names and defaults are those of storage_backends.s3_options.S3Options; a test compares the two.
+    """
+
+    AT: ClassVar[str] = "rollout_checkpointing.store_options"
+    ELSEWHERE: ClassVar[Mapping[str, str]] = dict.fromkeys(("key", "secret", "token"), _NO_SECRETS)
+
+    endpoint_url: Annotated[Text | None, Meta(description="Address of the server; null: AWS_ENDPOINT_URL.")] = None
+    region: Annotated[Text | None, Meta(description="The bucket's region; null: AWS_REGION.")] = None
+    addressing: Annotated[
+        Literal["auto", "path", "virtual"], Meta(description="Where the bucket's name goes: path or host name.")
+    ] = "auto"
+    profile: Annotated[Text | None, Meta(description="Profile of AWS's own files; null: AWS_PROFILE.")] = None
+    connect_timeout_s: Annotated[Duration, Meta(description="Of one request.")] = 5.0
+    read_timeout_s: Annotated[Duration, Meta(description="Of one request; a large one is given more.")] = 20.0
+    retry_for_s: Annotated[Duration, Meta(description="Patience of one call with a busy server.")] = 20.0
+    max_connections: Annotated[Positive, Meta(description="At the same time, per process.")] = 64
+    exclusive: Annotated[bool, Meta(description="Promise that nothing else writes: single writer, no fencing.")] = False
+
+    def given(self) -> Tree:
+        """The options that are not the default, as `open_store` takes them."""
+        fields = msgspec.structs.fields(self)
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+
+    def warning(self, store: str) -> str:
+        """What people must be told of the options for `store`; empty if nothing."""
+        if not self.exclusive:
+            return ""
+        lost = "if one is started while another still lives, acknowledged work can be lost"
+        return f"single-writer mode (store_options.exclusive): nothing keeps a second run away from {store}; {lost}"
+
+
 class CheckpointingConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Snapshots: where they go, how often they are taken, what a restart does with them."""
 
@@ -61,6 +98,7 @@ class CheckpointingConfig(Block, frozen=True, kw_only=True, forbid_unknown_field
 
     enabled: Annotated[bool, Meta(description="Switches the block on; without it the mode is off.")] = False
     store: Annotated[Text | None, Meta(description="Folder or URL, the store root of this job alone.")] = None
+    store_options: Annotated[StoreOptions, Meta(description="How a store on S3 is reached.")] = StoreOptions()
     codec: Annotated[Literal["arrow", "zarr"], Meta(description="Encoding of new segments.")] = "arrow"
     gym: Annotated[GymConfig, Meta(description="What is captured during generation.")] = GymConfig()
     snapshot_interval_s: Annotated[Duration, Meta(description="Seconds between two snapshots.")] = 60.0

@@ -107,6 +107,10 @@ def _check_store(block: CheckpointingConfig, on: bool) -> None:
     if on and str(block.store).startswith("memory:"):
         problem = f"{block.store} does not survive a crash"
         raise FieldError(_STORE, problem, "use a folder or an s3:// URL")
+    options = block.store_options.given()
+    if on and options and not str(block.store).lower().startswith("s3:"):
+        problem = f"is given, and {block.store} is not on S3"
+        raise FieldError(f"{_STORE}_options.{next(iter(options))}", problem, "only stores on s3:// have options")
 
 
 def _check_supported(config: JobConfig | LoopConfig, rows: Sequence[Unsupported]) -> None:
@@ -127,11 +131,16 @@ def _check_one(config: JobConfig | LoopConfig, row: Unsupported) -> None:
 
 
 def _check_places(config: JobConfig, store: str | None) -> None:
-    """Prompts and output are two files; the store is a folder that neither is, holds or lies in."""
+    """Prompts and output are two files; the store is a folder that neither is, holds or lies in, nor the model's."""
     prompts, output = _place(config.prompts), _place(config.output)
     if prompts in (output, f"{output}.errors.jsonl"):
         raise FieldError("output", "would overwrite prompts", "give it another name")
     root = _place(store) if store else None
+    if root and os.path.isdir(config.model):
+        model = _place(config.model)
+        if f"{root}/".startswith(f"{model}/") or model.startswith(f"{root}/"):
+            what = "is the model's folder" if root == model else "and the model's folder lie in each other"
+            raise FieldError(_STORE, what, "give the store a folder of its own")
     for name, file in (("prompts", prompts), ("output", output)):
         if root and f"{root}/".startswith(f"{file}/"):
             raise FieldError(_STORE, f"is {name} itself, or inside it", "give it a folder of its own")

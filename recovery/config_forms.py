@@ -62,9 +62,10 @@ class FieldError(ConfigError):
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One named group of fields; `AT` is its dotted path."""
+    """One named group of fields; `AT` is its dotted path, `ELSEWHERE` says what to do instead of fields it lacks."""
 
     AT: ClassVar[str] = ""
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         """Normalise and check every value."""
@@ -136,6 +137,8 @@ def build(block: type[B], tree: Any, root: type[Block]) -> B:
     for key, value in tree.items():
         if key not in fields:
             path = dotted(block.AT, str(key))
+            if key in block.ELSEWHERE:
+                raise FieldError(path, "is no field", block.ELSEWHERE[key])
             raise FieldError(path, f"unknown key; {_nearest(str(key), block, root)}")
         inner = _block_of(fields[key])
         if value is not None or not (inner or fields[key].default_factory is dict):

@@ -23,6 +23,7 @@ Does not know: who raises it, how it is printed (the command lines do that), any
     └── CannotRestore                   there is no way on from this store as it is
         ├── NoStore             10
         ├── CredentialsRefused  12
+        │   └── NotFoundOrRefused 12    the store does not say which: allow listing, or check the name
         ├── FormatNotUnderstood 13
         ├── NothingPublished    14
         └── FingerprintMismatch 15
@@ -161,6 +162,10 @@ class CredentialsRefused(CannotRestore):
     """The store refused the credentials or the permission."""
 
     exit_code = 12
+
+
+class NotFoundOrRefused(CredentialsRefused):
+    """There is no such object, or it may not be read: the store does not tell the two apart (S3 without listing)."""
 
 
 class FormatNotUnderstood(CannotRestore):

@@ -15,7 +15,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 
 from recovery import layout
-from recovery.errors import Damaged, FormatNotUnderstood, ObjectMissing, RecoveryError
+from recovery.errors import Damaged, FormatNotUnderstood, NotFoundOrRefused, ObjectMissing, RecoveryError
 from recovery.ledger import Ledger
 from recovery.log import Slot
 from recovery.ports import LedgerCodec, ObjectStore
@@ -73,13 +73,14 @@ def _is_below(key: str, epoch: int) -> bool:
 def intended(store: ObjectStore, slot: Slot) -> set[str]:
     """Keys that a gc slot says are about to be deleted. Raises Damaged if its list is unreadable.
 
-    A list that is not there any more was garbage itself, and goes after everything that it names.
+    A list that is not there any more was garbage itself, and goes after everything that it names. Its slot could be
+    read, so that NotFoundOrRefused says the same.
     """
     what = f"the list of gc slot {slot.seq}"
     ref = ObjectRef.from_json(slot.body.get("victims"), what)
     try:
         keys = json.loads(get_object(store, ref, MAX_JSON_BYTES))
-    except ObjectMissing:
+    except (ObjectMissing, NotFoundOrRefused):
         return set()
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{what} is not JSON: {error}") from error

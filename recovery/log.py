@@ -34,7 +34,7 @@ KINDS = frozenset({"epoch", "snapshot", "gc"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One entry of the log. `utc` (seconds) and `owner` are for people; nothing is decided by them."""
+    """One entry of the log. `utc` (seconds), `owner` and `single_writer` are for people; nothing is decided by them."""
 
     seq: int
     epoch: int
@@ -44,6 +44,7 @@ class Slot:
     owner: str
     utc: float
     body: Mapping[str, Any] = field(default_factory=dict)
+    single_writer: bool = False
 
 
 class Outcome(Enum):
@@ -78,6 +79,7 @@ def encode(slot: Slot) -> bytes:
             "utc": slot.utc,
             "requires": [],
             "body": dict(slot.body),
+            **({"single_writer": True} if slot.single_writer else {}),
         }
     )
 
@@ -121,6 +123,7 @@ def decode(data: bytes, seq: int) -> Slot:
         owner=take(document, "owner", str, what),
         utc=_seconds(document.get("utc")),
         body=take(document, "body", dict, what),
+        single_writer=document.get("single_writer") is True,
     )
     if slot.seq != seq:
         raise Damaged(f"{what} says that it is slot {slot.seq}")

@@ -7,6 +7,7 @@ Does not know: which calls are wanted or why.
 Invariants:
 1. Nothing unchecked is returned: crc32c of the object, then the chunk's digest as the ledger recorded it.
 2. An error names the segment, the call and the token range.
+3. That a segment is missing is never concluded from a listing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recovery.codec import chunk_digest, request_digest
-from recovery.errors import Damaged, DigestMismatch, ObjectMissing
+from recovery.errors import CredentialsRefused, Damaged, DigestMismatch, ObjectMissing
 from recovery.layout import SEGMENTS
 from recovery.ledger import Entry, Ledger
 from recovery.model import (
@@ -177,12 +178,34 @@ def _chunk(records: list[Record], entry: Entry, ref: ChunkRef) -> Chunk:
 
 
 def missing_segments(store: ObjectStore, infos: Mapping[str, SegmentInfo]) -> list[Damaged]:
-    """What a listing alone shows: segments that are absent or have another length."""
-    present = {item.key: item.nbytes for item in store.list(SEGMENTS)}
+    """Segments that are absent or have another length, without reading them.
+
+    One listing tells most; one that is late (NFS) or not allowed (S3) proves nothing, so what it does not show is asked
+    for by its last byte. Raises CredentialsRefused where that does not tell either.
+    """
+    try:
+        present = {item.key: item.nbytes for item in store.list(SEGMENTS)}
+    except CredentialsRefused:
+        present = {}
     wrong: list[Damaged] = []
     for key, info in infos.items():
-        if key not in present:
+        if present.get(key) == info.nbytes:
+            continue
+        found = by_last_byte(store, key, info.nbytes)
+        if isinstance(found, ObjectMissing):
             wrong.append(ObjectMissing(f"segment {key} is missing"))
-        elif present[key] != info.nbytes:
-            wrong.append(DigestMismatch(f"segment {key} has {present[key]} bytes, not {info.nbytes}"))
+        elif found is not None:
+            has = f"{present[key]} bytes, not {info.nbytes}" if key in present else found.message
+            wrong.append(DigestMismatch(f"segment {key} has {has}"))
     return wrong
+
+
+def by_last_byte(store: ObjectStore, key: str, nbytes: int) -> Damaged | None:
+    """What is wrong with an object that should have `nbytes`, seen without reading or listing it."""
+    try:
+        found = len(store.get(key, max(0, nbytes - 1), nbytes + 1))
+    except ObjectMissing as error:
+        return error
+    if found == min(1, nbytes):
+        return None
+    return DigestMismatch(f"{'more' if found else 'fewer'} than {nbytes} bytes")

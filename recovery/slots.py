@@ -9,6 +9,11 @@ Invariants:
 3. An append whose outcome is unknown is settled, by reading, before the next append decides anything.
 4. A slot of this coordinator's own epoch that is not the one being written is an earlier create of its own that landed
    late: it is followed, like any other slot.
+5. With `single_writer` the place need not keep two writers apart. The own tail is then read before each append, so
+   that a second writer who wrote over it is noticed; that is not prevented.
+6. A place may refuse to say that a slot is not there (NotFoundOrRefused: S3 without the permission to list). Numbers
+   are dense and one permission holds for all of them, so who can read the slot before it knows that it is not there;
+   whether a claim is right about that is decided by its create, as ever.
 """
 
 from __future__ import annotations
@@ -20,7 +25,16 @@ from typing import Any
 
 from recovery import log
 from recovery.codec import sha256_hex
-from recovery.errors import Damaged, Fenced, ObjectMissing, OutcomeUnknown, Retry
+from recovery.errors import (
+    CredentialsRefused,
+    Damaged,
+    Fenced,
+    NotFoundOrRefused,
+    ObjectMissing,
+    OutcomeUnknown,
+    RecoveryError,
+    Retry,
+)
 from recovery.log import Outcome, Slot
 from recovery.ports import Clock, Entropy, ObjectStore, Put
 
@@ -37,17 +51,30 @@ class Read:
 
 def read_slot(store: ObjectStore, seq: int) -> Read | None:
     """Slot `seq`, or None if it does not exist. Raises Damaged, FormatNotUnderstood and the store's errors."""
-    try:
-        data = store.get(log.slot_key(seq), 0, log.MAX_SLOT_BYTES + 1)
-    except ObjectMissing:
-        return None
-    return Read(log.decode(data, seq), data)
+    data = _get(store, seq, log.MAX_SLOT_BYTES + 1)
+    return None if data is None else Read(log.decode(data, seq), data)
 
 
 def slot_exists(store: ObjectStore, seq: int) -> bool:
+    return _get(store, seq, 1) is not None
+
+
+def _get(store: ObjectStore, seq: int, most: int) -> bytes | None:
+    """The first bytes of slot `seq`, None if there is no such slot (invariant 6)."""
+    try:
+        return store.get(log.slot_key(seq), 0, most)
+    except ObjectMissing:
+        return None
+    except NotFoundOrRefused:
+        if seq > 1 and _is_readable(store, seq - 1):
+            return None
+        raise
+
+
+def _is_readable(store: ObjectStore, seq: int) -> bool:
     try:
         store.get(log.slot_key(seq), 0, 1)
-    except ObjectMissing:
+    except (ObjectMissing, NotFoundOrRefused):
         return False
     return True
 
@@ -55,14 +82,34 @@ def slot_exists(store: ObjectStore, seq: int) -> bool:
 def find_tail(store: ObjectStore, *, trust_hint: bool = True) -> int:
     """The largest existing slot number, 0 for an empty log. The hint only saves a listing.
 
-    Without the hint a slot that was lost in the middle cannot hide those behind it: who is about to write looks so.
+    Without the hint a slot that was lost in the middle cannot hide those behind it: who is about to write looks so,
+    unless it may not list.
     """
     tail = _hinted(store) if trust_hint else None
-    if tail is None or not slot_exists(store, tail):
-        tail = listed_tail(store)
+    if tail is None or not _is_readable(store, tail):
+        try:
+            tail = listed_tail(store)
+        except CredentialsRefused:
+            tail = _probed_tail(store)
     while slot_exists(store, tail + 1):
         tail += 1
     return tail
+
+
+def _probed_tail(store: ObjectStore) -> int:
+    """A slot of which the next one is not there, found by reading alone. Raises if none is readable."""
+    low = _hinted(store) or 1
+    if not _is_readable(store, low):
+        low = 1
+        store.get(log.slot_key(low), 0, 1)
+    step = 1
+    while _is_readable(store, low + step):
+        low, step = low + step, step * 2
+    high = low + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _is_readable(store, middle) else (low, middle)
+    return low
 
 
 def listed_tail(store: ObjectStore) -> int:
@@ -83,7 +130,7 @@ def _hinted(store: ObjectStore) -> int | None:
     """What the hint says, if it is there and could be true."""
     try:
         tail = json.loads(store.get(log.HINT_KEY, 0, 4096))["tail"]
-    except (ObjectMissing, ValueError, KeyError, TypeError, RecursionError):
+    except (ObjectMissing, NotFoundOrRefused, ValueError, KeyError, TypeError, RecursionError):
         return None
     return tail if type(tail) is int and 1 <= tail < 10**12 else None
 
@@ -111,11 +158,14 @@ def walk_back(store: ObjectStore, tail: int) -> Iterator[Read | Damaged]:
 class SlotLog:
     """One coordinator's place in the log, from its claim on."""
 
-    def __init__(self, store: ObjectStore, clock: Clock, entropy: Entropy, owner: str) -> None:
+    def __init__(
+        self, store: ObjectStore, clock: Clock, entropy: Entropy, owner: str, *, single_writer: bool = False
+    ) -> None:
         self._store = store
         self._clock = clock
         self._entropy = entropy
         self._owner = owner
+        self._single_writer = single_writer
         self._tail = 0
         self._prev = log.GENESIS
         self._unsettled: Slot | None = None
@@ -166,6 +216,8 @@ class SlotLog:
                 f"slot {self._tail} turned out to be published already",
                 hint="take the next snapshot on top of it",
             )
+        if self._single_writer:
+            self._check_own_tail()
         while True:
             slot = self._slot(kind, self.epoch, body)
             outcome, found = self._create(slot)
@@ -184,7 +236,7 @@ class SlotLog:
             return None
         try:
             found = read_slot(self._store, slot.seq)
-        except Retry:
+        except (Retry, CredentialsRefused):
             self._unsettled = slot
             raise
         if found is None:
@@ -204,6 +256,17 @@ class SlotLog:
                 raise self._fence(found.slot)
             seq += 1
 
+    def _check_own_tail(self) -> None:
+        found = read_slot(self._store, self._tail)
+        if found is not None and sha256_hex(found.data) == self._prev:
+            return
+        if found is not None and found.slot.epoch > self.epoch:
+            raise self._fence(found.slot)
+        raise Damaged(
+            f"log slot {self._tail} is not as this coordinator left it: in single-writer mode, something else writes",
+            hint="end every other run on this store; then look: snapshot-inspect verify STORE",
+        )
+
     def leave_hint(self) -> None:
         self._refuse_if_fenced()
         self._store.put(log.HINT_KEY, json.dumps({"tail": self._tail}).encode())
@@ -218,11 +281,12 @@ class SlotLog:
             owner=self._owner,
             utc=round(self._clock.utc(), 3),
             body=body,
+            single_writer=self._single_writer,
         )
 
     def _create(self, slot: Slot) -> tuple[Outcome, Read]:
         data = log.encode(slot)
-        unknown: Retry | None = None
+        unknown: RecoveryError | None = None
         for _ in range(_CREATE_TRIES):
             try:
                 put = self._store.put_new(log.slot_key(slot.seq), data)
@@ -231,7 +295,7 @@ class SlotLog:
                 unknown = error
                 try:
                     found = read_slot(self._store, slot.seq)
-                except Retry as second:
+                except (Retry, CredentialsRefused) as second:
                     unknown = second
                     continue
             if found is None:

@@ -18,6 +18,7 @@ from recovery.errors import (
     ConfigError,
     CredentialsRefused,
     NoStore,
+    NotFoundOrRefused,
     ObjectMissing,
     OutcomeUnknown,
     RecoveryError,
@@ -98,7 +99,7 @@ def _refused(failure: Failure, request: Request, said: str, who: str) -> Credent
         return CredentialsRefused(f"{said}, for {who}: they are out of date or unknown", hint=hint)
     if request.operation in ("GetObject", "HeadObject") and failure.code in ("AccessDenied", "403"):
         hint = f"allow {action}, and s3:ListBucket on the bucket: without it S3 does not tell the two apart"
-        return CredentialsRefused(f"{said}, for {who}: not found or no permission", hint=hint)
+        return NotFoundOrRefused(f"{said}, for {who}: not found or no permission", hint=hint)
     hint = f"allow {action} for this bucket and prefix (docs/s3.md has the policy), or use other credentials"
     return CredentialsRefused(f"{said}, for {who}", hint=hint)
 

@@ -80,5 +80,6 @@ def require_conditional_create(store: S3Store) -> None:
     raise ConfigError(
         f"{store.url}: {store.endpoint} {found.guarantee.value} (If-None-Match: *; it answered {found.answer}). "
         "Missing is atomic create: without it a coordinator that was replaced can overwrite what its heir published",
-        hint="use a server that has it (docs/s3.md), or exclusive=True where nothing else ever writes (no fencing)",
+        hint="use a server that has it (docs/s3.md); or, where nothing else ever writes, store_options.exclusive "
+        "(exclusive=True), which fences nobody",
     )

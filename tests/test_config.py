@@ -11,6 +11,7 @@ Invariants (beside those of the two modules):
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import subprocess
@@ -30,15 +31,34 @@ from hypothesis import strategies as st
 
 from recovery import config, config_checks
 from recovery import config_forms as forms
-from recovery.config import CheckpointingConfig, GymConfig, JobConfig, RolloutConfig, load_config, parse_config
+from recovery.config import (
+    CheckpointingConfig,
+    GymConfig,
+    JobConfig,
+    RolloutConfig,
+    StoreOptions,
+    load_config,
+    parse_config,
+)
 from recovery.config_checks import NOT_OF_A_BATCH_JOB, UNSUPPORTED, Unsupported, check_combinations, check_rollout
 from recovery.errors import ConfigError
+from storage_backends.s3_options import S3Options, check_options
 
 NEEDED = {"model": "org/name", "prompts": "p.jsonl", "output": "o.jsonl"}
 DOCUMENTED = """
 rollout_checkpointing:
   enabled: false
   store: null
+  store_options:
+    endpoint_url: null
+    region: null
+    addressing: auto
+    profile: null
+    connect_timeout_s: 5
+    read_timeout_s: 20
+    retry_for_s: 20
+    max_connections: 64
+    exclusive: false
   codec: arrow
   gym:
     mode: prefix_recovery
@@ -90,7 +110,7 @@ def test_defaults_are_the_documented_ones() -> None:
     }
 
 
-@pytest.mark.parametrize("block", [GymConfig, CheckpointingConfig, RolloutConfig, JobConfig])
+@pytest.mark.parametrize("block", [GymConfig, StoreOptions, CheckpointingConfig, RolloutConfig, JobConfig])
 def test_blocks_are_frozen_keyword_only_and_closed(block: Any) -> None:
     setup = block.__struct_config__
     assert setup.frozen and setup.forbid_unknown_fields
@@ -163,6 +183,13 @@ REFUSED = [
      "whole number >= 1", "snapshot"),
     ("rollout_checkpointing: {restore: -1}", f"{CKPT}.restore: found -1;", ""),
     ("rollout_checkpointing: {restore: no}", f"{CKPT}.restore: found false;", ""),
+    ("rollout_checkpointing: {store_options: {endpoint: x}}", f"{CKPT}.store_options.endpoint: unknown key; did you "
+     "mean endpoint_url? (job.yaml, line 4)", ""),
+    ("rollout_checkpointing: {store_options: {secret: x}}", f"{CKPT}.store_options.secret: is no field (", "a profile"),
+    ("rollout_checkpointing: {store_options: {addressing: dns}}", f'{CKPT}.store_options.addressing: found "dns"; '
+     "accepted: auto, path, virtual", "bucket's name"),
+    ("rollout_checkpointing: {store_options: {read_timeout_s: 0}}", f"{CKPT}.store_options.read_timeout_s: found 0;",
+     "one request"),
     ("rollout_checkpointing: {store: 5}", f"{CKPT}.store: found 5; accepted: text that is not empty or null; put it in "
      "quotes", ""),
     ("rollout_checkpointing: {store: ''}", f'{CKPT}.store: found ""; accepted: text that is not empty or null', ""),
@@ -345,6 +372,8 @@ CONFLICTS = [
     ({CKPT: {**ON, "store": "st/"}, "output": "st/o"}, "output: is inside the store", "folder of its own"),
     ({CKPT: {**ON, "store": "file:///d/st"}, "prompts": "/d/st/p"}, "prompts: is inside the store", ""),
     ({CKPT: {**ON, "store": "s3://b/run"}, "output": "s3://b/run/o"}, "output: is inside the store", ""),
+    ({CKPT: {**ON, "store_options": {"region": "x"}}}, f"{CKPT}.store_options.region: is given, and st is not on S3",
+     "only stores on s3://"),
     ({"output": "./p.jsonl"}, "output: would overwrite prompts", "another name"),
     ({"prompts": "o.jsonl.errors.jsonl"}, "output: would overwrite prompts", ""),
 ]  # fmt: skip
@@ -362,6 +391,8 @@ def test_conflicts(tree: dict[str, Any], message: str, hint: str) -> None:
     "block",
     [
         {**ON, "store": "s3://bucket/run"},
+        {**ON, "store": "S3://bucket/run", "store_options": {"endpoint_url": "http://h:1", "exclusive": True}},
+        {**ON, "store_options": {"max_connections": 64}},
         {**ON, "store": "file:///data/run"},
         {**ON, "store": "o.jsonl2"},
         {"store": "memory://x", "codec": "zarr", "gym": {"mode": "turn"}},
@@ -370,6 +401,29 @@ def test_conflicts(tree: dict[str, Any], message: str, hint: str) -> None:
 )
 def test_no_conflict(block: dict[str, Any]) -> None:
     parse_config({**NEEDED, CKPT: block, "sampling": {"n": 1}})
+
+
+def test_a_store_is_not_the_models_folder(tmp_path: Path) -> None:
+    for name in ("m/config.json", "m/a/st/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    text = f"model: m\nprompts: p\noutput: o\n{CKPT}: {{enabled: true}}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    for store, said in (("m", "is the model's folder"), ("m/a/st", "lie in each other"), (".", "lie in each other")):
+        error = refusal(load_config, tmp_path / "a.yaml", [f"{CKPT}.store={store}"])
+        assert said in error.message and "folder of its own" in error.hint
+    load_config(tmp_path / "a.yaml", [f"{CKPT}.store=m2"])
+    load_config(tmp_path / "a.yaml", [f"{CKPT}.store=org/m", "model=org/m"])  # a name on the hub is no folder
+
+
+def test_store_options_are_those_of_a_store_on_s3() -> None:
+    """Names and defaults; but no secrets, which a job file must not hold."""
+    known = {field.name: field.default for field in dataclasses.fields(S3Options)}
+    ours = {field.name: field.default for field in msgspec.structs.fields(StoreOptions)}
+    assert ours == {name: value for name, value in known.items() if name not in StoreOptions.ELSEWHERE}
+    assert StoreOptions().given() == {}
+    given = {"endpoint_url": "http://s3.example", "read_timeout_s": 7.0, "exclusive": True}
+    assert StoreOptions(**given).given() == given
+    check_options({**given, **StoreOptions(**given).given()})
 
 
 def test_places_are_compared_through_links(tmp_path: Path) -> None:
@@ -503,10 +557,20 @@ TREES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6) | st.integers(), inner, max_size=3),
     max_leaves=6,
 )  # fmt: skip
+OPTIONS = st.builds(
+    StoreOptions,
+    endpoint_url=st.none() | WORDS,
+    addressing=st.sampled_from(["auto", "path", "virtual"]),
+    retry_for_s=SECONDS,
+    max_connections=st.integers(1, 99),
+    exclusive=st.booleans(),
+)
+NO_OPTIONS = st.just(StoreOptions())
+PLACES = st.tuples(WORDS.map("s3://{}".format), OPTIONS) | st.tuples(WORDS.map("/st/{}".format), NO_OPTIONS)
 BLOCKS = st.builds(
-    CheckpointingConfig,
+    lambda place, **fields: CheckpointingConfig(store=place[0], store_options=place[1], **fields),
+    place=PLACES,
     enabled=st.booleans(),
-    store=WORDS.map(lambda text: f"s3://{text}") | WORDS.map(lambda text: f"/st/{text}"),
     codec=st.sampled_from(["arrow", "zarr"]),
     gym=st.builds(GymConfig, mode=st.sampled_from(["off", "turn", "prefix_recovery"])),
     snapshot_interval_s=SECONDS,
@@ -552,7 +616,7 @@ def test_flags_round_trip(block: CheckpointingConfig, rollout: RolloutConfig) ->
         flag, value = "--" + re.sub("[._]", "-", leaf.path), value_at(made, leaf.path)
         if isinstance(value, bool):
             arguments.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
+        elif value is not None or not leaf.takes_text:  # of a field of text, the text null is that text
             arguments.append(f"{flag}={'null' if value is None else value}")
     parser = argparse.ArgumentParser()
     config.add_arguments(parser)

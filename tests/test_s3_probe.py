@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from recovery.config import CheckpointingConfig, StoreOptions, load_config
 from recovery.errors import ConfigError, CredentialsRefused, OutcomeUnknown, StoreUnavailable
 from recovery.ports import Listed, Put
+from snapshot_inspect import cli
 from storage_backends import open_store
 from storage_backends.s3 import S3Store
 from storage_backends.s3_probe import Guarantee, probe_conditional_create
 from storage_backends.testing import s3_proxy as faults
 from storage_backends.testing.s3_proxy import Answer, FaultProxy, of, when
 from storage_backends.testing.servers import BUCKET, Server
+from tests.fake_engine import STOP
+from tests.job_files import write_job
+from vllm_hooks.opening import open_store_for
 
 pytest_plugins = ["storage_backends.testing.s3_fixtures"]
 pytestmark = pytest.mark.usefixtures("s3_environment")
@@ -119,6 +127,25 @@ def test_f7_single_writer_mode_is_asked_for_by_name(proxy: FaultProxy, url: str,
     store.delete("a")
     assert store.put_new("a", b"fourth") is Put.CREATED
     assert store.list("") == [Listed("a", 6)]
+
+
+def test_f7_single_writer_mode_reaches_a_job_and_is_told_at_its_start_and_by_latest(
+    proxy: FaultProxy, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """F7: in the job's config, by name. Without it the job is refused; with it the start and `latest` say so."""
+    proxy.plan = faults.ignoring_conditions
+    options = {"endpoint_url": proxy.url}
+    open_it = functools.partial(open_store_for, must={}, recorded={}, stop=STOP, owner="me", exactness="token")
+    with pytest.raises(ConfigError, match="Missing is atomic create"):
+        open_it(CheckpointingConfig(enabled=True, store=url, store_options=StoreOptions(**options)))
+    config = write_job(tmp_path, tmp_path, [], block={"store": url, "store_options": {**options, "exclusive": True}})
+    with pytest.warns(UserWarning, match=rf"single-writer mode .* nothing keeps a second run away from {url}"):
+        opened = open_it(load_config(config).rollout_checkpointing)
+    assert opened.restored.published == 2
+    assert cli.main(["latest", str(config)]) == 0
+    assert "single-writer mode: nothing keeps a second run away" in capsys.readouterr().out
+    assert cli.main(["latest", str(config), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["single_writer"] is True
 
 
 def test_single_writer_mode_still_uses_what_the_server_has(proxy: FaultProxy, url: str) -> None:

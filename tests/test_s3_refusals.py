@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from recovery.errors import ConfigError, CredentialsRefused, NoStore, StoreFull, StoreUnavailable
+from recovery.errors import (
+    ConfigError,
+    CredentialsRefused,
+    NoStore,
+    NotFoundOrRefused,
+    StoreFull,
+    StoreUnavailable,
+)
 from recovery.ports import Put
 from storage_backends import open_store
 from storage_backends.s3 import S3Store
@@ -59,15 +66,11 @@ def test_403_names_who_and_what(store: S3Store, proxy: FaultProxy, verb: str, ac
 
 def test_s6_without_list_permission_missing_and_forbidden_look_alike(store: S3Store, proxy: FaultProxy) -> None:
     store.put_new("a", b"1")
-    proxy.plan = lambda seen: (
-        Answer(403, "AccessDenied")
-        if seen.operation == "ListObjectsV2"
-        else faults.Instead(404, Answer(403, "AccessDenied"))
-    )
+    proxy.plan = faults.unlisted
     assert store.get("a") == b"1", "what is known by its name can be read"
-    with pytest.raises(CredentialsRefused, match="not found or no permission") as caught:
+    with pytest.raises(NotFoundOrRefused, match="not found or no permission") as caught:
         store.get("b")
-    assert "s3:ListBucket" in caught.value.hint
+    assert "s3:ListBucket" in caught.value.hint and caught.value.exit_code == 12
     with pytest.raises(CredentialsRefused, match="ListObjectsV2"):
         store.list("")
 

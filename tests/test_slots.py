@@ -25,7 +25,7 @@ from recovery.log import Slot
 from recovery.ports import ObjectStore, Put
 from recovery.slots import Read, SlotLog, find_tail, read_slot, slot_exists, walk_back
 from storage_backends.memory import MemoryStore
-from storage_backends.testing.faults import PASS, CountingStore, FaultyStore, RaiseAfter, RaiseBefore
+from storage_backends.testing.faults import PASS, CountingStore, FaultyStore, RaiseAfter, RaiseBefore, Wrapped
 from tests.fakes import ManualClock, SeededEntropy
 from tests.interleavings import EVERY_VERB, Actor, Choices, Fate, every_walk
 
@@ -97,6 +97,34 @@ def test_c8_a_zombie_that_wakes_is_fenced_for_good() -> None:
             call()
     assert counting.log == []  # it does not even ask
     assert [s.owner for s in all_slots(store)] == ["zombie", "heir", "heir"]
+
+
+def test_f7_in_single_writer_mode_a_second_writer_is_noticed() -> None:
+    """F7: a place that lets one writer overwrite the other's slot. That is not prevented, but nobody goes on as if
+    nothing had happened, and the log says in which mode it was written."""
+
+    class Overwriting(Wrapped):
+        def put_new(self, key: str, data: bytes) -> Put:
+            self.inner.put(key, data)
+            return Put.CREATED
+
+    store = MemoryStore()
+    alone = SlotLog(store, ManualClock(), SeededEntropy("alone"), "alone", single_writer=True)
+    alone.claim()
+    alone.append("snapshot", {"n": 1})
+    assert alone.append("snapshot", {"n": 2}).seq == 3 and all(slot.single_writer for slot in all_slots(store))
+    twin = SlotLog(Overwriting(store), ManualClock(), SeededEntropy("twin"), "twin")
+    twin.epoch, twin._tail, twin._prev = 1, 2, alone._prev
+    twin.append("snapshot", {"by": "twin"})
+    with pytest.raises(Damaged, match=r"log slot 3 is not as this coordinator left it.*something else writes"):
+        alone.append("snapshot", {"n": 3})
+    twin.epoch, twin._tail = 2, 2
+    twin.append("snapshot", {"by": "an heir"})
+    with pytest.raises(Fenced, match="slot 3 was written by twin at epoch 2"):
+        alone.append("snapshot", {"n": 3})
+    store.delete(log.slot_key(3))
+    other = claimed(MemoryStore())
+    assert not other._slot("snapshot", 1, {}).single_writer
 
 
 def test_check_not_fenced_looks_past_its_own_late_slots() -> None:

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,12 +80,15 @@ def open_store_for(
 ) -> Opened:
     """Open (or make) the store of `config`, claim its next epoch and restore. Raises RecoveryError and its kin."""
     assert config.store is not None
-    store = open_store(config.store, create=True)
+    store = open_store(config.store, create=True, **config.store_options.given())
+    if warning := config.store_options.warning(config.store):
+        warnings.warn(warning, stacklevel=2)
     clock, entropy = SystemClock(), SystemEntropy()
     make_root(store, entropy)
     segments, ledgers = MixedSegmentCodec(config.codec), ArrowLedgerCodec()
     segments.encode([], "seg/warm")  # the first use of the codec is the slowest, and the first flush must not wait
-    log = SlotLog(store, clock, entropy, (owner or f"{socket.gethostname()} pid {os.getpid()}")[:200])
+    owner = (owner or f"{socket.gethostname()} pid {os.getpid()}")[:200]
+    log = SlotLog(store, clock, entropy, owner, single_writer=config.store_options.exclusive)
     refuse_foreign(store, ledgers, must, config.restore)
     log.claim()
     chosen = choose(store, segments, ledgers, log.tail, config.restore, must)

@@ -154,6 +154,12 @@ def refusing_conditions(seen: Seen) -> Fault:
     return PASS_ON
 
 
+def unlisted(seen: Seen) -> Fault:
+    """A policy without s3:ListBucket: no list, and 403 for what is not there."""
+    refused = Answer(403, "AccessDenied", "Access Denied.")
+    return refused if seen.operation == "ListObjectsV2" else Instead(404, refused)
+
+
 def expiring(token: str, after: int) -> Plan:
     """A session token that is good for so many requests; others are good for ever."""
     used = 0

@@ -71,6 +71,8 @@ def parser() -> argparse.ArgumentParser:
     verbs.add_parser("schema", help="print the JSON schema of a job file")
     doctor = verbs.add_parser("doctor", help="what this machine has; with a CONFIG, whether the job could start")
     doctor.add_argument("config", nargs="?", metavar="CONFIG")
+    doctor.add_argument("--set", action="append", default=[], metavar="K=V", help="override a field, as for run")
+    configs.add_arguments(doctor)
     return top
 
 
@@ -131,7 +133,7 @@ def _run_verb(arguments: argparse.Namespace) -> int:
         case "doctor":
             from prefix_recovery.doctor import run_doctor
 
-            return run_doctor(arguments.config)
+            return run_doctor(arguments.config, [*configs.overrides_from_args(arguments), *arguments.set])
     return 0
 
 

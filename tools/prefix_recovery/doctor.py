@@ -1,7 +1,7 @@
 """`prefix-recovery doctor`: what this machine has and lacks, and whether a job could start here.
 
-Owns: the checks, each one line with what to do about it.
-Does not know: how to mend anything. It writes nothing.
+Owns: the checks of the machine, how findings are shown, the exit code.
+Does not know: what a job needs (job_checks.py), how to mend anything. It leaves nothing behind.
 
 Invariants:
 1. Exit 0 if nothing that a run needs is missing, 1 otherwise; a warning never changes the exit code.
@@ -13,8 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,29 +21,17 @@ from pathlib import Path
 from rich.console import Console
 
 from prefix_recovery.engine import CPU_ENVIRONMENT, is_cpu_build
-from prefix_recovery.prompts import read_prompts
+from prefix_recovery.job_checks import Finding, check_job
 from prefix_recovery.smollm2 import DISTRIBUTION
-from recovery.config import JobConfig, effective_mode, load_config
-from recovery.errors import NoStore, RecoveryError
-from recovery.slots import find_tail
-from recovery.snapshots import check_root
-from storage_backends import open_store
+from recovery.config import load_config
+from recovery.errors import RecoveryError
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """`level` is ok, warn or fail."""
-
-    level: str
-    what: str
-    todo: str = ""
-
-
-def run_doctor(config_path: str | None) -> int:
+def run_doctor(config_path: str | None, overrides: Sequence[str] = ()) -> int:
     """Print the findings on stdout. Returns the exit code."""
     console = Console(highlight=False)
     worst = 0
-    for finding in _findings(config_path):
+    for finding in _findings(config_path, overrides):
         console.print(f"{finding.level:<5} {finding.what}", markup=False, soft_wrap=True)
         if finding.todo:
             console.print(f"      {finding.todo}", markup=False, soft_wrap=True)
@@ -52,14 +39,14 @@ def run_doctor(config_path: str | None) -> int:
     return worst
 
 
-def _findings(config_path: str | None) -> Iterator[Finding]:
+def _findings(config_path: str | None, overrides: Sequence[str]) -> Iterator[Finding]:
     yield _python()
     yield _engine()
     yield from _exactness()
     yield _shared_memory()
     yield _packaged_model()
     if config_path is not None:
-        yield from _job(config_path)
+        yield from _job(config_path, overrides)
 
 
 def _python() -> Finding:
@@ -102,64 +89,11 @@ def _packaged_model() -> Finding:
         )
 
 
-def _job(config_path: str) -> Iterator[Finding]:
+def _job(config_path: str, overrides: Sequence[str]) -> Iterator[Finding]:
     try:
-        config = load_config(config_path)
+        config = load_config(config_path, overrides)
     except RecoveryError as error:
         yield Finding("fail", error.message, error.hint)
         return
     yield Finding("ok", f"{config_path} can be read")
-    for check in (_model, _prompts, _output, _store):
-        yield _guarded(check, config)
-
-
-def _guarded(check: Callable[[JobConfig], Finding], config: JobConfig) -> Finding:
-    try:
-        return check(config)
-    except RecoveryError as error:
-        return Finding("fail", error.message, error.hint)
-
-
-def _model(config: JobConfig) -> Finding:
-    folder = Path(config.model)
-    if not folder.is_dir():
-        return Finding("warn", f"model {config.model} is not a folder here", "vLLM will look for it on the hub")
-    missing = [name for name in ("config.json",) if not (folder / name).is_file()]
-    if missing:
-        return Finding(
-            "fail", f"model folder {folder} has no {missing[0]}", "`prefix-recovery model smollm2 DIR` makes one"
-        )
-    return Finding("ok", f"model {folder}")
-
-
-def _prompts(config: JobConfig) -> Finding:
-    file = read_prompts(config.prompts)
-    if file.bad:
-        first = file.bad[0]
-        return Finding(
-            "warn", f"{len(file.bad)} malformed lines in {config.prompts}", f"line {first.line}: {first.error}"
-        )
-    return Finding("ok", f"{len(file.prompts)} prompts in {config.prompts}")
-
-
-def _output(config: JobConfig) -> Finding:
-    folder = Path(config.output).resolve().parent
-    while not folder.exists():
-        folder = folder.parent
-    if not os.access(folder, os.W_OK):
-        return Finding("fail", f"{folder} cannot be written", "check `output` in the config")
-    return Finding("ok", f"output {config.output}, {shutil.disk_usage(folder).free >> 30} GiB free")
-
-
-def _store(config: JobConfig) -> Finding:
-    block = config.rollout_checkpointing
-    if effective_mode(block) == "off" or block.store is None:
-        return Finding("warn", "rollout_checkpointing is off: a crash costs every unfinished call", "set enabled: true")
-    try:
-        store = open_store(block.store)
-        check_root(store)
-    except NoStore as error:
-        if "://" not in block.store and Path(block.store).exists() and not Path(block.store).is_dir():
-            return Finding("fail", error.message, error.hint)
-        return Finding("ok", f"no store at {block.store} yet; the run makes one")
-    return Finding("ok", f"store {block.store}, {find_tail(store)} log entries; `snapshot-inspect latest` says more")
+    yield from check_job(config)

@@ -140,7 +140,7 @@ class _Run:
         """What would end the run after the engine's start, told before it."""
         block = self._config.rollout_checkpointing
         if effective_mode(block) != "off" and block.store is not None:
-            open_store(block.store, create=True)
+            open_store(block.store, create=True, **block.store_options.given())
         set_environment()
         try:
             surface.sampling_params(self._config.sampling)

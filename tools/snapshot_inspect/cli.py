@@ -52,7 +52,7 @@ EXAMPLES = (
     ("doctor", "snapshot-inspect doctor runs/17 --probe", "permissions, clock, format; what the place guarantees"),
 )
 
-_STORE = "the store's folder, or its address (file:///a/path)"
+_STORE = "the store's folder, its address (s3://bucket/run), or the config of its job"
 _ID = "`latest`, a snapshot's number, or the digits that only one number begins with (default: latest)"
 _CODES = (
     "exit codes: 0 fine, 1 problem found, 2 usage, 3 partly done, 10 no store there, 12 no permission, "

@@ -132,8 +132,12 @@ def store_row(name: str, address: str, found: Newest | RecoveryError, now: float
     return {**row, **nothing, "error": found.message, "exit_code": found.exit_code}
 
 
+SINGLE_WRITER = "written in single-writer mode: nothing keeps a second run away from this store (docs/s3.md)"
+
+
 def latest(place: Place, found: Newest, now: float) -> Document:
-    note = found.position.hint.note
+    single_writer = found.snapshot.slot.single_writer
+    notes = [found.position.hint.note, SINGLE_WRITER if single_writer else ""]
     return {
         "store": place.address,
         **snapshot_fields(found.snapshot.slot, now),
@@ -149,7 +153,8 @@ def latest(place: Place, found: Newest, now: float) -> Document:
         "problems": found.problems,
         "unchecked": list(_unchecked(found)),
         "adoption": None if found.adoption is None else adoption(found.adoption),
-        "notes": [note] if note else [],
+        "single_writer": single_writer,
+        "notes": [note for note in notes if note],
     }
 
 

@@ -27,6 +27,8 @@ from storage_backends.keys import TEMPORARY, is_key
 from storage_backends.local import LocalStore
 from storage_backends.posix import told
 
+CONFIGS = (".yaml", ".yml", ".json")
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -37,9 +39,24 @@ class Place:
     mark: dict[str, Any]
 
 
+def open_any(address: str) -> ObjectStore:
+    """What lies at `address`, a store or not yet one; of a job's config, where that has its store, with its options.
+
+    Raises NoStore for a folder that is not there.
+    """
+    if not (address.endswith(CONFIGS) and os.path.isfile(address)):
+        return open_store(address)
+    from recovery.config import load_config
+
+    block = load_config(address).rollout_checkpointing
+    if block.store is None:
+        raise NoStore(f"{address} names no store", hint="give the store's folder or address")
+    return open_store(block.store, **block.store_options.given())
+
+
 def open_place(address: str) -> Place:
     """The store at `address`. Raises NoStore, FormatNotUnderstood, or what the storage system says."""
-    store = open_store(address)
+    store = open_any(address)
     try:
         return Place(address, store, _mark(store, address))
     except NoStore as error:
@@ -53,14 +70,9 @@ def open_place(address: str) -> Place:
         ) from None
 
 
-def open_any(address: str) -> ObjectStore:
-    """What lies at `address`, a store or not yet one. Raises NoStore for a folder that is not there."""
-    return open_store(address)
-
-
 def open_folder(address: str) -> list[tuple[str, str]]:
     """(name, address) of every store right below `address`; empty if it is a store itself. Raises NoStore."""
-    store = open_store(address)
+    store = open_any(address)
     try:
         _mark(store, address)
         return []

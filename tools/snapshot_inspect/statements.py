@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from recovery.codec import fingerprint
-from recovery.errors import Damaged, FormatNotUnderstood
+from recovery.errors import CredentialsRefused, Damaged, FormatNotUnderstood, ObjectMissing
 from recovery.ledger import Counts
 from recovery.log import check_successor, slot_key
 from recovery.ports import ObjectStore
+from recovery.reading import by_last_byte
 from recovery.slots import read_slot
-from recovery.snapshots import Snapshot
+from recovery.snapshots import ObjectRef, Snapshot
 from snapshot_inspect.findings import INCONSISTENT, Problem
 
 
@@ -53,11 +54,20 @@ def unsupported(store: ObjectStore, snapshot: Snapshot, *, vouched: bool) -> Ite
     if not vouched and (broken := _broken_chain(store, snapshot)):
         yield broken
     for ref in (snapshot.ledger, *snapshot.states.values()):
+        if wrong := _length(store, ref):
+            yield f"snapshot {snapshot.id}: {ref.key} {wrong}"
+
+
+def _length(store: ObjectStore, ref: ObjectRef) -> str:
+    """What is wrong with an object's presence or length."""
+    try:
         nbytes = next((item.nbytes for item in store.list(ref.key) if item.key == ref.key), None)
-        if nbytes is None:
-            yield f"snapshot {snapshot.id}: {ref.key} is missing"
-        elif nbytes != ref.nbytes:
-            yield f"snapshot {snapshot.id}: {ref.key} has {nbytes} bytes, not {ref.nbytes}"
+    except CredentialsRefused:  # who may not list asks for the last byte
+        wrong = by_last_byte(store, ref.key, ref.nbytes)
+        return "" if wrong is None else "is missing" if isinstance(wrong, ObjectMissing) else f"has {wrong.message}"
+    if nbytes is None:
+        return "is missing"
+    return "" if nbytes == ref.nbytes else f"has {nbytes} bytes, not {ref.nbytes}"
 
 
 def _broken_chain(store: ObjectStore, snapshot: Snapshot) -> str:

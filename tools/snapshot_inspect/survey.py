@@ -17,7 +17,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from recovery import log
-from recovery.errors import ConfigError, Damaged, FormatNotUnderstood, NothingPublished, ObjectMissing
+from recovery.errors import (
+    ConfigError,
+    CredentialsRefused,
+    Damaged,
+    FormatNotUnderstood,
+    NotFoundOrRefused,
+    NothingPublished,
+    ObjectMissing,
+)
 from recovery.log import Slot
 from recovery.ports import ObjectStore
 from recovery.slots import Read, find_tail, listed_tail, read_slot, slot_exists
@@ -84,7 +92,10 @@ def position(store: ObjectStore) -> Position:
     """The tail that a claim finds, and whether the log goes on behind it."""
     while True:
         tail = _tail(store)
-        listed = (log.seq_of_key(item.key) for item in store.list(log.PREFIX, log.slot_key(tail + 1)))
+        try:
+            listed = [log.seq_of_key(item.key) for item in store.list(log.PREFIX, log.slot_key(tail + 1))]
+        except CredentialsRefused:  # who may not list sees no further than the log is dense
+            listed = []
         beyond = sorted(seq for seq in listed if seq is not None)
         if not beyond or not _exists(store, tail + 1):  # else: a job that is running got on meanwhile
             return Position(tail, _hint(store, tail), tuple(beyond), _blocked(store, tail + 1))
@@ -115,7 +126,7 @@ def _blocked(store: ObjectStore, seq: int) -> Unreadable | None:
 def _hint(store: ObjectStore, tail: int) -> Hint:
     try:
         said = json.loads(store.get(log.HINT_KEY, 0, 4096))["tail"]
-    except ObjectMissing:
+    except (ObjectMissing, NotFoundOrRefused):
         return Hint("absent", None)
     except (ValueError, KeyError, TypeError, RecursionError):
         return Hint("garbage", None)

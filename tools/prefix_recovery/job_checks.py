@@ -1,0 +1,183 @@
+"""What `prefix-recovery doctor` says of a job: could it start here, and if not, what is in the way.
+
+Owns: the checks of a job's model, prompts, output and store.
+Does not know: the machine's own checks (doctor.py), how a finding is shown, how anything is mended.
+
+Invariants:
+1. Nothing is left behind. In a bucket one object is made and removed, as a run does when it starts; on disk nothing is.
+2. What would end a run at its start is a `fail` here, with the same words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from prefix_recovery.prompts import read_prompts
+from recovery.claims import latest_claims
+from recovery.config import JobConfig, effective_mode
+from recovery.errors import NoStore, RecoveryError
+from recovery.log import Slot
+from recovery.ports import ObjectStore
+from recovery.slots import find_tail
+from recovery.snapshots import FORMAT_KEY, check_root
+from storage_backends import open_store
+
+CLAIMS_SHOWN = 4
+TIGHT_BYTES = 64 << 20
+"""Less room than this is worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`level` is ok, warn or fail."""
+
+    level: str
+    what: str
+    todo: str = ""
+
+
+def check_job(config: JobConfig) -> Iterator[Finding]:
+    for check in (_model, _prompts, _output, _store):
+        yield from _guarded(check, config)
+
+
+def _guarded(check: Callable[[JobConfig], Iterator[Finding]], config: JobConfig) -> Iterator[Finding]:
+    try:
+        yield from check(config)
+    except RecoveryError as error:
+        yield Finding("fail", error.message, error.hint)
+
+
+def _model(config: JobConfig) -> Iterator[Finding]:
+    folder = Path(config.model)
+    if not folder.is_dir():
+        yield Finding("warn", f"model {config.model} is not a folder here", "vLLM will look for it on the hub")
+    elif not (folder / "config.json").is_file():
+        todo = "`prefix-recovery model smollm2 DIR` makes one"
+        yield Finding("fail", f"model folder {folder} has no config.json", todo)
+    else:
+        yield Finding("ok", f"model {folder}")
+
+
+def _prompts(config: JobConfig) -> Iterator[Finding]:
+    file = read_prompts(config.prompts)
+    if file.bad:
+        first = file.bad[0]
+        what = f"{len(file.bad)} malformed lines in {config.prompts}"
+        yield Finding("warn", what, f"line {first.line}: {first.error}")
+    else:
+        yield Finding("ok", f"{len(file.prompts)} prompts in {config.prompts}")
+
+
+def _output(config: JobConfig) -> Iterator[Finding]:
+    output = Path(config.output)
+    if output.exists() and not output.is_file():
+        yield Finding("fail", f"the output {output} is not a file", "check `output` in the config")
+        return
+    if output.exists() and not os.access(output, os.R_OK | os.W_OK, effective_ids=True):
+        yield Finding("fail", f"the output {output} cannot be written", f"see `ls -l {output}`")
+        return
+    problem = _cannot_hold(output.parent)
+    if problem is not None:
+        yield Finding("fail", f"the output {output}: {problem[0]}", problem[1])
+        return
+    yield Finding("ok", f"output {output}")
+    yield from _room(output.parent, "the output's disk")
+
+
+def _cannot_hold(folder: Path) -> tuple[str, str] | None:
+    """Why nothing can be made in `folder` (which need not be there yet), and what to do; None if it can."""
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"{folder} is a file, not a folder", "name another place"
+    if os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        return None
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return f"{folder} is on a file system that is mounted read-only", "mount it for writing, or name another place"
+    return f"{folder} may not be written by this user", f"see `ls -ld {folder}`; run as its owner, or change its mode"
+
+
+def _room(folder: Path, what: str) -> Iterator[Finding]:
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < TIGHT_BYTES:
+        level = "fail" if not free else "warn"
+        yield Finding(level, f"{what} ({folder}) has {free >> 10} KiB free", "make room before the run")
+
+
+def _store(config: JobConfig) -> Iterator[Finding]:
+    block = config.rollout_checkpointing
+    if effective_mode(block) == "off" or block.store is None:
+        what = "rollout_checkpointing is off: a crash costs every unfinished call"
+        yield Finding("warn", what, "set enabled: true")
+        return
+    if warning := block.store_options.warning(block.store):
+        yield Finding("warn", warning, "make sure that nothing starts a second run")
+    yield from _bucket(config) if block.store.lower().startswith("s3:") else _folder(block.store)
+
+
+def _bucket(config: JobConfig) -> Iterator[Finding]:
+    """With `create` the store tries the server as a run does: may it be written, does it keep two writers apart?"""
+    block = config.rollout_checkpointing
+    assert block.store is not None
+    store = open_store(block.store, create=True, **block.store_options.given())
+    if block.store_options.exclusive:  # then nothing was tried
+        key = f"probe/{secrets.token_hex(16)}"
+        store.put(key, b"")
+        store.delete(key)
+    yield from _contents(store, block.store)
+
+
+def _folder(address: str) -> Iterator[Finding]:
+    try:
+        store = open_store(address)
+    except NoStore:
+        path = Path(address.removeprefix("file://"))
+        problem = _cannot_hold(path)
+        if problem is not None:
+            yield Finding("fail", f"no store can be made at {address}: {problem[0]}", problem[1])
+        elif path.is_symlink():
+            raise
+        else:
+            yield Finding("ok", f"no store at {address} yet; the run makes one")
+            yield from _room(path, "the store's disk")
+        return
+    root = Path(getattr(store, "root", address))
+    problem = _cannot_hold(root)
+    if problem is not None:
+        yield Finding("fail", f"the store {address} can be read but not written: {problem[0]}", problem[1])
+    yield from _contents(store, address)
+    if not (root / FORMAT_KEY).exists() and any(root.iterdir()):
+        what = f"{root} holds other files and no store; a run would make one among them"
+        yield Finding("warn", what, "name a folder of its own")
+    yield from _room(root, "the store's disk")
+
+
+def _contents(store: ObjectStore, address: str) -> Iterator[Finding]:
+    try:
+        check_root(store)
+    except NoStore:
+        yield Finding("ok", f"no store at {address} yet; the run makes one")
+        return
+    tail = find_tail(store)
+    yield Finding("ok", f"store {address}, {tail} log entries; `snapshot-inspect latest` says more")
+    claims = latest_claims(store, tail, CLAIMS_SHOWN)
+    for holder in claims[:1]:
+        yield Finding("ok", f"epoch {holder.epoch} is held by {_claim(holder)}; the next run takes it over")
+    for heir, old in itertools.pairwise(claims):
+        yield Finding("ok", f"fenced: {_claim(old)}, of epoch {old.epoch}, by slot {heir.seq}")
+
+
+def _claim(slot: Slot) -> str:
+    when = datetime.fromtimestamp(slot.utc, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    return f"{slot.owner or 'somebody unknown'} (claimed {when})"
