@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from recovery import layout
 from recovery.errors import Damaged, FormatNotUnderstood, NotFoundOrRefused, ObjectMissing, RecoveryError
 from recovery.ledger import Ledger
-from recovery.log import Slot
+from recovery.log import Slot, forgotten_by
 from recovery.ports import LedgerCodec, ObjectStore
 from recovery.slots import walk_back
 from recovery.snapshots import MAX_JSON_BYTES, LedgerObject, ObjectRef, Snapshot, get_object, read_ledger_objects
@@ -43,18 +43,21 @@ def unreached(
     keep_latest_k: int,
     known: Mapping[int, Collection[str]],
 ) -> list[str]:
-    """Objects of epochs below `epoch` that none of the newest snapshots at or below slot `tail` reaches.
+    """Objects of epochs below `epoch` that none of the newest snapshots at or below slot `tail` reaches, pins aside.
 
     `known` gives, by id, what those snapshots reach that need not be read again.
     """
     reached: set[str] = set()
+    forgotten: set[int] = set()
     kept = 0
     for read in walk_back(store, tail):
         if isinstance(read, RecoveryError):
             return []
-        if read.slot.kind != "snapshot":
-            continue
         try:
+            if read.slot.kind == "forget":
+                forgotten |= forgotten_by(read.slot)
+            if read.slot.kind != "snapshot" or read.slot.seq in forgotten:
+                continue
             reached.update(known.get(read.slot.seq) or reached_by(store, ledgers, Snapshot.from_slot(read.slot)))
         except (Damaged, FormatNotUnderstood):
             return []

@@ -1,6 +1,6 @@
 """Where each kind of object lies in a store: the grammar of docs/format.md, section 3, for all but the log.
 
-Owns: making and recognising the keys of segments, ledger objects, states and garbage lists.
+Owns: making and recognising the keys of segments, ledger objects, states, garbage lists and pins.
 Does not know: what is in an object, who writes it.
 
 Invariants:
@@ -17,6 +17,9 @@ SEGMENTS, LEDGERS, STATES, GARBAGE = "seg/", "ledger/", "state/", "gc/"
 PREFIXES = (SEGMENTS, LEDGERS, STATES, GARBAGE)
 """In the order in which they are deleted: a list of garbage goes after what it lists."""
 
+PINS = "pin/"
+"""Not among them: what is there was put there by people, and is removed by people."""
+
 _EPOCH = r"e(?P<epoch>[0-9]{6,})"
 _NAME = r"[a-z0-9._-]+"
 _SEGMENT = re.compile(
@@ -27,6 +30,7 @@ _OTHERS = (
     re.compile(rf"state/{_EPOCH}/{_NAME}-[0-9a-f]{{16}}\.json"),
     re.compile(rf"gc/{_EPOCH}/[0-9a-f]{{16}}\.json"),
 )
+_PIN = re.compile(r"pin/(?P<snapshot>[0-9]{12,})-[0-9a-f]{16}\.json")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,6 +58,17 @@ def state_key(epoch: int, name: str, nonce: str) -> str:
 
 def garbage_key(epoch: int, nonce: str) -> str:
     return f"{GARBAGE}e{epoch:06d}/{nonce}.json"
+
+
+def pin_key(snapshot: int, nonce: str) -> str:
+    """`nonce`: 16 hex digits."""
+    return f"{PINS}{snapshot:012d}-{nonce}.json"
+
+
+def pinned_by(key: str) -> int | None:
+    """The snapshot of a pin; None for a foreign name."""
+    match = _PIN.fullmatch(key)
+    return None if match is None else int(match["snapshot"])
 
 
 def segment_position(key: str) -> SegmentPosition | None:

@@ -221,6 +221,11 @@ class Ledger:
             self._note(entry, Restarted(entry.n_tokens, snapshot, reason))
         self._begin_again(entry, entry.attempt + 1)
 
+    def renumber(self, before: int, now: int) -> None:
+        """What was noted as done by snapshot `before` since the last publication is done by `now`."""
+        for entry in filter(None, map(self._entries.get, self._changes)):
+            entry.history = tuple(replace(e, snapshot=now) if e.snapshot == before else e for e in entry.history)
+
     def finish(self, call_id: CallId, finish_reason: str, stop_reason: int | str | None) -> None:
         """End an open call whose tokens already are a whole answer."""
         entry = self._entries[call_id]

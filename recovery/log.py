@@ -29,7 +29,7 @@ GENESIS = "0" * 64
 MAX_SLOT_BYTES = 64 * 1024
 PREFIX = "log/"
 HINT_KEY = "hint"
-KINDS = frozenset({"epoch", "snapshot", "gc"})
+KINDS = frozenset({"epoch", "snapshot", "gc", "pin", "forget"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +161,15 @@ def check_successor(earlier: Slot, earlier_bytes: bytes, later: Slot) -> None:
         raise DigestMismatch(f"log slot {earlier.seq} is not the one that slot {later.seq} was written after")
     if later.epoch < earlier.epoch or (later.kind == "epoch") != (later.epoch > earlier.epoch):
         raise Damaged(f"log slot {later.seq} ({later.kind}, epoch {later.epoch}) follows epoch {earlier.epoch}")
+
+
+def forgotten_by(slot: Slot) -> frozenset[int]:
+    """The snapshots that a `forget` slot takes out of consideration. Raises Damaged."""
+    what = f"log slot {slot.seq}"
+    snapshots = take(slot.body, "snapshots", list, what)
+    if not all(type(seq) is int and 0 < seq < slot.seq for seq in snapshots):
+        raise Damaged(f"{what} forgets what no snapshot before it can be")
+    return frozenset(snapshots)
 
 
 def classify(mine: Slot, found: Slot) -> Outcome:

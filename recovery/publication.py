@@ -7,7 +7,7 @@ Invariants (docs/format.md, section 11):
 1. The slot is created last, after everything it references was read back and checked.
 2. A failure at any call leaves the last published snapshot and this ledger's changes as they were: the next attempt
    contains them.
-3. Deletion follows retention.py and never precedes the publication of its intent.
+3. Deletion follows retention.py and never precedes the publication of its intent, which spares what is pinned.
 4. The ledger is changed by one thread at a time, under `lock`; others read an excerpt of it. Nothing waits for a store
    under the lock.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from recovery import layout
 from recovery.codec import canonical_json, sha256_hex
@@ -24,6 +25,7 @@ from recovery.errors import Damaged, DigestMismatch, RecoveryError
 from recovery.ledger import Ledger
 from recovery.log import Slot
 from recovery.model import CallId
+from recovery.pins import Pinned
 from recovery.ports import Entropy, LedgerCodec, ObjectStore, SegmentCodec
 from recovery.retention import Retention
 from recovery.slots import SlotLog
@@ -71,6 +73,7 @@ class Publication:
         """Calls of which `validate` took something back; whoever tells them empties it."""
         self.writer = LedgerWriter(store, ledgers, entropy, log.epoch)
         self.retention = Retention(keep_latest_k)
+        self._pinned = Pinned(store, ledgers)
         self.flushed: dict[str, int] = {}
         self._states: dict[str, ObjectRef] = {}
         self._chain: list[str] = []
@@ -152,6 +155,14 @@ class Publication:
 
     def publish(self, draft: Draft, *, cause: str, fingerprint: str, restored_from: int | None) -> Slot:
         """The commit point. Raises Fenced, OutcomeUnknown or another Retry; then nothing was acknowledged."""
+        slot = self.publish_as(None, draft, cause=cause, fingerprint=fingerprint, restored_from=restored_from)
+        assert slot is not None
+        return slot
+
+    def publish_as(
+        self, seq: int | None, draft: Draft, *, cause: str, fingerprint: str, restored_from: int | None
+    ) -> Slot | None:
+        """The same as slot `seq` or not at all: None if another slot has that number."""
         body = {
             "cause": cause,
             "restored_from": restored_from,
@@ -162,8 +173,9 @@ class Publication:
             "counts": asdict(self.ledger.counts()),
             "bytes_written": draft.nbytes,
         }
-        slot = self.log.append("snapshot", body)
-        self._acknowledge(draft)
+        slot = self.log.append_if("snapshot", lambda: body if seq in (None, self.log.tail + 1) else None)
+        if slot is not None:
+            self._acknowledge(draft)
         return slot
 
     def _acknowledge(self, draft: Draft) -> None:
@@ -189,14 +201,28 @@ class Publication:
         self.log.leave_hint()
         work = self.retention.published()
         n_deleted = self._delete(work.delete, go_on)
-        # A list of garbage is garbage itself, but not worth a slot of its own: it goes with the next real intent.
-        if any(not key.startswith(layout.GARBAGE) for key in work.intend):
-            key = layout.garbage_key(self.log.epoch, self._entropy.hex(8))
-            victims = put_object(self._store, key, canonical_json(list(work.intend)))
-            self.log.append("gc", {"victims": victims.as_json(), "count": len(work.intend)})
-            self.retention.intended()
-            self.retention.drop([key])
+        if _is_worth_a_slot(work.intend):
+            self._intend(work.intend)
         return n_deleted
+
+    def _intend(self, keys: Iterable[str]) -> None:
+        """Publish the intent to delete these, but for what is pinned by then (pins.py, invariant 2)."""
+        named: list[str] = []
+        victims: ObjectRef | None = None
+
+        def body() -> Mapping[str, Any] | None:
+            nonlocal named, victims
+            spared = self._pinned.reached()
+            named = [key for key in keys if key not in spared]
+            if not _is_worth_a_slot(named):
+                return None
+            key = layout.garbage_key(self.log.epoch, self._entropy.hex(8))
+            victims = put_object(self._store, key, canonical_json(named))
+            return {"victims": victims.as_json(), "count": len(named)}
+
+        if self.log.append_if("gc", body) is not None and victims is not None:
+            self.retention.intended(named)
+            self.retention.drop([victims.key])
 
     def _delete(self, keys: tuple[str, ...], go_on: Callable[[], bool]) -> int:
         n = 0
@@ -209,3 +235,8 @@ class Publication:
         finally:
             self.retention.postpone(keys[n:])
         return n
+
+
+def _is_worth_a_slot(keys: Iterable[str]) -> bool:
+    """A list of garbage is garbage itself, but not worth a slot of its own: it goes with the next real intent."""
+    return any(not key.startswith(layout.GARBAGE) for key in keys)

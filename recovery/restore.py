@@ -12,6 +12,7 @@ Invariants:
 1. A crash at any point leaves a store that the next restore reads to the same calls: nothing is deleted before step 5.
 2. Only what was flushed on top of the chosen snapshot is adopted; an explicit id adopts nothing.
 3. Whatever is passed over is named with its reason; `strict` refuses instead, and so does an explicit id that fails.
+   What was forgotten is not passed over: it is not there.
 4. A snapshot that references what a later garbage collection was about to delete is passed over: its objects may
    vanish.
 """
@@ -36,7 +37,7 @@ from recovery.errors import (
     RecoveryError,
 )
 from recovery.ledger import Entry, Ledger
-from recovery.log import Slot
+from recovery.log import Slot, forgotten_by
 from recovery.model import OPEN, CallId
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
@@ -47,6 +48,8 @@ from recovery.snapshots import Loaded, Snapshot, load
 
 DELETES_PER_RESTORE = 256
 """So that a great deal of garbage does not keep a job from starting; the rest goes with its first snapshots."""
+
+_LIST = "list them: snapshot-inspect list STORE"
 
 Choice = Literal["auto", "never", "strict"] | int
 
@@ -63,13 +66,15 @@ class PassedOver:
 class Chosen:
     """The snapshot a restore starts from (None: an empty ledger) and what was passed over on the way.
 
-    `collected`: keys that garbage collections after it were about to delete; `adopts`: False if not all are known.
+    `collected`: keys that garbage collections after it were about to delete; `forgotten`: snapshots that forget slots
+    after it name; `adopts`: False if not all of this is known, or if a snapshot after it was forgotten.
     """
 
     loaded: Loaded | None
     transcripts: dict[CallId, Transcript]
     passed_over: list[PassedOver] = field(default_factory=list)
     collected: set[str] = field(default_factory=set)
+    forgotten: set[int] = field(default_factory=set)
     adopts: bool = True
 
 
@@ -156,6 +161,13 @@ def choose(
                 raise read
             if read.slot.kind == "gc":
                 chosen.collected |= garbage.intended(store, read.slot)
+            if read.slot.kind == "forget":
+                chosen.forgotten |= forgotten_by(read.slot)
+            if seq in chosen.forgotten:
+                chosen.adopts = False
+                if seq == choice:
+                    raise NothingPublished(f"snapshot {seq} was forgotten", hint=_LIST)
+                continue
             if read.slot.kind == "snapshot" and (seq == choice or not isinstance(choice, int)):
                 chosen.loaded, chosen.transcripts = _verify(store, segments, ledgers, read.slot, must, chosen.collected)
                 return chosen
@@ -167,18 +179,23 @@ def choose(
             if isinstance(error, CannotRestore):
                 refused = refused or error
             what = "log slot" if isinstance(read, RecoveryError) else read.slot.kind
-            chosen.adopts = chosen.adopts and what != "gc"
+            chosen.adopts = chosen.adopts and what not in ("gc", "forget")
             chosen.passed_over.append(PassedOver(f"{what} {seq}", error.message))
     reasons = "; ".join(f"{item.what}: {item.reason}" for item in chosen.passed_over)
     if isinstance(choice, int):
         passed = f" (passed over: {reasons})" if reasons else ""
-        raise NothingPublished(f"there is no snapshot {choice}{passed}", hint="list them: snapshot-inspect list STORE")
+        raise NothingPublished(f"there is no snapshot {choice}{passed}", hint=_LIST)
     if refused is not None:
         raise refused
     if reasons:
         raise Damaged(
             f"no snapshot of this store can be restored: {reasons}",
             hint="look: snapshot-inspect verify --read-data STORE; to begin anew set restore: never",
+        )
+    if chosen.forgotten:
+        raise NothingPublished(
+            f"every snapshot of this store was forgotten ({len(chosen.forgotten)})",
+            hint="to begin anew set restore: never",
         )
     return chosen
 
@@ -253,12 +270,26 @@ def restore(
     snapshot_id = publication.log.tail + 1
     for entry in open_entries:
         restored.calls.append(_plan(ledger, entry, transcripts[entry.call_id], stop, snapshot_id, exactness))
-    draft = publication.record(states(restored))
-    publication.validate(draft, ())
-    slot = publication.publish(draft, cause="adoption", fingerprint=fingerprint_hex, restored_from=restored.snapshot)
-    restored.published = slot.seq
+    restored.published = _publish(publication, states(restored), snapshot_id, fingerprint_hex, restored.snapshot)
     restored.uncollected = _collect(store, publication, ledgers, chosen, keep_latest_k)
     return restored
+
+
+def _publish(
+    publication: Publication, states: Mapping[str, bytes], expected: int, fingerprint_hex: str, origin: int | None
+) -> int:
+    """Publish the adoption. Its id is in the histories of the calls already: a guest's slot may take that number."""
+    while True:
+        draft = publication.record(states)
+        publication.validate(draft, ())
+        slot = publication.publish_as(
+            expected, draft, cause="adoption", fingerprint=fingerprint_hex, restored_from=origin
+        )
+        if slot is not None:
+            return slot.seq
+        now = publication.log.tail + 1
+        publication.ledger.renumber(expected, now)
+        expected = now
 
 
 def _collect(

@@ -65,6 +65,8 @@ class Retention:
         """Keys that `published` gave to delete and that were not deleted: they are given again."""
         self._intended = (*keys, *self._intended)
 
-    def intended(self) -> None:
-        """The intent that the last `published` asked for is in the log; without this it is offered again."""
-        self._intended, self._offered = (*self._intended, *self._offered), ()
+    def intended(self, keys: Iterable[str]) -> None:
+        """The intent for these of what `published` asked for is in the log; the others are offered again."""
+        named = dict.fromkeys(keys)
+        self._intended = (*self._intended, *named)
+        self._offered = tuple(key for key in self._offered if key not in named)

@@ -7,25 +7,28 @@ Invariants:
 1. A slot is acknowledged only when it was seen to hold this writer's nonce (log.classify).
 2. After `Fenced` this object never writes again.
 3. An append whose outcome is unknown is settled, by reading, before the next append decides anything.
-4. A slot of this coordinator's own epoch that is not the one being written is an earlier create of its own that landed
-   late: it is followed, like any other slot.
+4. A slot of this coordinator's own epoch that is not the one being written is a guest's, or an earlier create of its
+   own that landed late: it is followed, like any other slot. What a slot says is decided when everything before it is
+   known (`append_if`).
 5. With `single_writer` the place need not keep two writers apart. The own tail is then read before each append, so
    that a second writer who wrote over it is noticed; that is not prevented.
 6. A place may refuse to say that a slot is not there (NotFoundOrRefused: S3 without the permission to list). Numbers
    are dense and one permission holds for all of them, so who can read the slot before it knows that it is not there;
    whether a claim is right about that is decided by its create, as ever.
+7. A guest (`join`) has no epoch of its own: it writes under the latest one, is never fenced, and fences nobody.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from recovery import log
 from recovery.codec import sha256_hex
 from recovery.errors import (
+    ConfigError,
     CredentialsRefused,
     Damaged,
     Fenced,
@@ -170,6 +173,7 @@ class SlotLog:
         self._prev = log.GENESIS
         self._unsettled: Slot | None = None
         self._fenced: Fenced | None = None
+        self._guest = False
         self.epoch = 0
 
     @property
@@ -186,6 +190,21 @@ class SlotLog:
                 self.epoch = epoch + 1
                 return self.epoch
             self._tail = found.slot.seq
+
+    def join(self) -> None:
+        """Take a place in the log beside whoever has claimed it. Raises Damaged if its end cannot be read."""
+        self._guest = True
+        self._tail = find_tail(self._store, trust_hint=False)
+        read = read_slot(self._store, self._tail)
+        if read is None:
+            raise ObjectMissing("there is no log yet: no run has claimed this store", hint="start the job first")
+        if read.slot.single_writer and not self._single_writer:
+            raise ConfigError(
+                "this store is written in single-writer mode: a second writer beside a job could overwrite its log",
+                hint="keep a copy of the store instead",
+            )
+        self.epoch = read.slot.epoch
+        self._advance(read)
 
     def _last(self) -> tuple[int, str]:
         """An epoch that no slot up to the tail exceeds, and the sum of the tail's bytes.
@@ -210,6 +229,12 @@ class SlotLog:
 
         Raises Fenced (stop for good) or OutcomeUnknown (call `settle`, or append again: it settles first).
         """
+        slot = self.append_if(kind, lambda: body)
+        assert slot is not None
+        return slot
+
+    def append_if(self, kind: str, body: Callable[[], Mapping[str, Any] | None]) -> Slot | None:
+        """`append` with what `body` gives, asked anew whenever another slot came first; None from it gives up."""
         self._refuse_if_fenced()
         if self._unsettled is not None and self.settle() is not None:
             raise OutcomeUnknown(
@@ -218,12 +243,13 @@ class SlotLog:
             )
         if self._single_writer:
             self._check_own_tail()
-        while True:
-            slot = self._slot(kind, self.epoch, body)
+        while (says := body()) is not None:
+            slot = self._slot(kind, self.epoch, says)
             outcome, found = self._create(slot)
             if outcome is Outcome.COMMITTED:
                 return slot
             self._follow(found)
+        return None
 
     def settle(self) -> Slot | None:
         """Learn what became of an append whose outcome was unknown: the slot if it is ours, else None.
@@ -316,6 +342,8 @@ class SlotLog:
 
     def _follow(self, found: Read) -> None:
         """Go on after a slot that is not the one we tried to create; raises Fenced if that is not allowed."""
+        if self._guest:
+            self.epoch = max(self.epoch, found.slot.epoch)
         if found.slot.epoch > self.epoch:
             raise self._fence(found.slot)
         if found.slot.epoch < self.epoch or found.slot.prev != self._prev:

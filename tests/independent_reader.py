@@ -161,7 +161,7 @@ def read_slots(root):
             need(slot["prev"] == prev, name, f"does not follow the slot {seq - 1} that is here")
             need(re.fullmatch("[0-9a-f]{32}", slot["nonce"]), name, "has no nonce")
             kind, epoch = slot["kind"], slot["epoch"]
-            need(kind in ("epoch", "snapshot", "gc"), name, f"is of the unknown kind {kind!r:.60}")
+            need(kind in ("epoch", "snapshot", "gc", "pin", "forget"), name, f"is of the unknown kind {kind!r:.60}")
             fits = epoch > claimed if kind == "epoch" else epoch == claimed > 0
             need(type(epoch) is int and fits, name, f"has epoch {epoch!r:.60} after {claimed}")
             need(isinstance(slot["body"], dict), name, "has no body")

@@ -52,7 +52,7 @@ class RetentionWorld:
             assert not any(key in reached for reached in self.reached[-self.keep :]), "a kept snapshot reaches it"
         if work.intend and intent_lands:
             self.intents.append((len(self.reached), work.intend))
-            self.retention.intended()
+            self.retention.intended(work.intend)
 
     def check_deletion(self, key: str) -> None:
         n = len(self.reached)
@@ -120,7 +120,7 @@ def works(keep: int, *dropped: list[str]) -> list[Work]:
     for keys in dropped:
         retention.drop(keys)
         out.append(retention.published())
-        retention.intended()
+        retention.intended(out[-1].intend)
     return out
 
 
@@ -136,15 +136,26 @@ def test_an_intent_that_did_not_land_is_offered_again_and_deletes_nothing() -> N
     retention.drop(["x"])
     for _ in range(3):
         assert retention.published() == Work((), ("x",))
-    retention.intended()
+    retention.intended(["x"])
     assert retention.published() == Work(("x",), ())
+
+
+def test_what_is_spared_for_now_is_offered_until_it_is_not() -> None:
+    retention = Retention(1)
+    retention.drop(["pinned", "other"])
+    assert retention.published() == Work((), ("pinned", "other"))
+    retention.intended(["other"])
+    assert retention.published() == Work(("other",), ("pinned",))
+    assert retention.published() == Work((), ("pinned",))
+    retention.intended(["pinned"])
+    assert retention.published() == Work(("pinned",), ())
 
 
 def test_what_a_restore_takes_over_is_deleted_or_intended_at_once() -> None:
     retention = Retention(3)
     retention.take_over(["named"], ["named", "found"])
     assert retention.published() == Work(("named",), ("found",))
-    retention.intended()
+    retention.intended(["found"])
     assert retention.published() == Work(("found",), ())
 
 

@@ -1,0 +1,69 @@
+"""Snapshots that no restore shall consider any more, and the log entry that says so.
+
+Owns: what may be forgotten, and the slot that does it (docs/format.md, invariant 11.8).
+Does not know: why; what becomes of their objects (garbage.py).
+
+Invariants:
+1. The slot is written under a claim of its own: a coordinator whose ledger goes back to what is forgotten publishes
+   nothing more.
+2. A pinned snapshot is not forgotten. Pins and forgets are slots of one log, so that only one of two that meet is
+   written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from recovery import pins
+from recovery.errors import ConfigError, Damaged, RecoveryError
+from recovery.log import Slot, forgotten_by
+from recovery.ports import Clock, Entropy, ObjectStore
+from recovery.slots import SlotLog, walk_back
+
+
+def forget(
+    store: ObjectStore, clock: Clock, entropy: Entropy, owner: str, snapshots: Collection[int]
+) -> tuple[int, Slot | None]:
+    """Forget these. Returns the epoch that was claimed for it, and the slot: None if all were forgotten already.
+
+    Raises ConfigError for what is no snapshot or is pinned, Fenced if another coordinator claimed the store meanwhile.
+    """
+    log = SlotLog(store, clock, entropy, owner)
+    log.claim()
+
+    def body() -> Mapping[str, Any] | None:
+        wanted = left_to_forget(store, log.tail, snapshots)
+        return {"snapshots": wanted} if wanted else None
+
+    slot = log.append_if("forget", body)
+    log.leave_hint()
+    return log.epoch, slot
+
+
+def left_to_forget(store: ObjectStore, tail: int, snapshots: Collection[int]) -> list[int]:
+    """Those that are not forgotten already, in order. Raises ConfigError for what cannot be forgotten."""
+    left = set(snapshots)
+    known: set[int] = set()
+    forgotten: set[int] = set()
+    for seq, read in zip(range(tail, min(snapshots, default=1) - 1, -1), walk_back(store, tail), strict=False):
+        if isinstance(read, RecoveryError):
+            if seq in left:
+                raise ConfigError(f"{seq} cannot be forgotten: {read.message}", hint="a restore passes over it anyway")
+            continue
+        if read.slot.kind == "forget":
+            try:
+                forgotten |= forgotten_by(read.slot)
+            except Damaged:
+                continue  # what it forgot is forgotten again
+        elif read.slot.kind == "snapshot":
+            known.add(seq)
+    hint = "list them: snapshot-inspect list STORE"
+    if strangers := sorted(left - known):
+        raise ConfigError(f"there is no snapshot {strangers[0]}", hint=hint)
+    if held := sorted(left & pins.listed(store).keys()):
+        raise ConfigError(
+            f"snapshot {held[0]} is pinned",
+            hint=f"if it is to be forgotten all the same: prefix-recovery pin --remove STORE {held[0]}",
+        )
+    return sorted(left - forgotten)
