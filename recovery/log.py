@@ -34,7 +34,10 @@ KINDS = frozenset({"epoch", "snapshot", "gc", "pin", "forget"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One entry of the log. `utc` (seconds), `owner` and `single_writer` are for people; nothing is decided by them."""
+    """One entry of the log. `utc` (seconds) and `owner` are for people; nothing is decided by them.
+
+    `single_writer`: the writer relied on being the only one, so that nobody may write beside it.
+    """
 
     seq: int
     epoch: int

@@ -23,7 +23,7 @@ from typing import Any
 
 from recovery import garbage, layout
 from recovery.codec import canonical_json
-from recovery.errors import Damaged, FormatNotUnderstood, NothingPublished, RecoveryError
+from recovery.errors import ConfigError, Damaged, FormatNotUnderstood, NothingPublished, RecoveryError
 from recovery.log import Slot, forgotten_by
 from recovery.ports import Clock, Entropy, LedgerCodec, ObjectStore
 from recovery.slots import SlotLog, read_slot, walk_back
@@ -89,7 +89,7 @@ def pin(
     try:
         log.join()
         slot = log.append_if("pin", body)
-    except (NothingPublished, Damaged):
+    except (ConfigError, NothingPublished, Damaged):
         store.delete(key)
         raise
     assert slot is not None

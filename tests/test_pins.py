@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from recovery import garbage, layout, log, pins
-from recovery.errors import Damaged, NothingPublished, OutcomeUnknown, StoreUnavailable
+from recovery.errors import ConfigError, Damaged, NothingPublished, OutcomeUnknown, StoreUnavailable
 from recovery.forgetting import forget
 from recovery.ports import ObjectStore
 from recovery.restore import compatibility_record
-from recovery.slots import read_slot
+from recovery.slots import SlotLog, read_slot
 from recovery.snapshots import Snapshot
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import PASS, FaultyStore, RaiseAfter, RaiseBefore
@@ -315,3 +315,12 @@ def test_a_kill_at_every_store_call_of_a_pin() -> None:
                 assert not wanted <= set(store._objects)
             again = Life(store, 2, keep_latest_k=1)
             assert again.run_to_end() == reference_answers()
+
+
+def test_f7_beside_a_writer_that_relies_on_being_alone_nothing_is_written() -> None:
+    store = MemoryStore()
+    alone = SlotLog(store, ManualClock(), SeededEntropy(1), "alone", single_writer=True)
+    alone.claim()
+    with pytest.raises(ConfigError, match="single-writer mode"):
+        pins.pin(store, ManualClock(), SeededEntropy(1), "me", 1, set())
+    assert pins.listed(store) == {} and len(store.list("log/")) == 1
