@@ -32,6 +32,7 @@ Policy = Literal["reject", "requeue_pristine", "resume_mixed", "resume_masked", 
 Text = Annotated[str, Meta(min_length=1)]
 Whole = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
 YEAR_S = 366 * 24 * 3600  # a larger number of seconds is a mistaken unit
 Duration = Annotated[float, Meta(gt=0, le=YEAR_S)]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -157,6 +158,9 @@ class JobConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
         CheckpointingConfig()
     )
     rollout: Annotated[RolloutConfig, Meta(description="Staleness and capacity.")] = RolloutConfig()
+    metrics: Annotated[
+        Port | Text | None, Meta(description="Where /metrics is served: a port, or HOST:PORT; 0: a free port.")
+    ] = None
 
 
 class LoopConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -109,6 +109,11 @@ class Restored:
         """Tokens of open calls that need not be generated again."""
         return sum(len(c.transcript.token_ids) for c in self.calls if not isinstance(c.plan, resume.Restart))
 
+    @property
+    def tokens_thrown_away(self) -> int:
+        """Tokens of open calls that were saved and have to be generated again."""
+        return sum(len(c.transcript.token_ids) for c in self.calls if isinstance(c.plan, resume.Restart))
+
 
 def compatibility_record(must: Mapping[str, Any], recorded: Mapping[str, Any]) -> bytes:
     """The state `job`: docs/format.md, section 10."""

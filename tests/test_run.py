@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from prefix_recovery.interrupted import JobFigures
 from prefix_recovery.tiny import make_tiny_llama
@@ -28,6 +31,7 @@ from tests.job_here import run_here
 from tests.job_processes import JobProcess, run, running, wait_until
 from vllm_hooks import surface
 
+DOCS = Path(__file__).parent.parent / "docs"
 BOUND = 128
 """Tokens per flush where what a kill costs is asserted: more than the tiny model decodes while a segment is stored."""
 
@@ -65,6 +69,21 @@ def causes(store: Path) -> list[str]:
     backend = open_store(str(store))
     slots = [read.slot for read in walk_back(backend, find_tail(backend)) if not isinstance(read, Exception)]
     return [str(slot.body["cause"]) for slot in slots if slot.kind == "snapshot"]
+
+
+def assert_scraped(job: JobProcess, rows: Sequence[Mapping[str, Any]]) -> None:
+    """What docs/metrics.md lists of a process and of a job is served while a continued job decodes."""
+    (url,) = re.findall(r"metrics at (http://127\.0\.0\.1:\d+/metrics)", job.text)
+    scraped = {
+        family.name: family for family in text_string_to_metric_families(urlopen(url, timeout=60).read().decode())
+    }
+    listed = set(re.findall(r"^\| `(prefix_recovery_\w+)`", (DOCS / "metrics.md").read_text(), re.MULTILINE))
+    missing = {name for name in listed if "_rollout_" not in name and name.removesuffix("_total") not in scraped}
+    assert not missing
+    value = {name: family.samples[0].value for name, family in scraped.items()}
+    assert value["prefix_recovery_tokens_captured"] >= 200 and value["prefix_recovery_tokens_reused"] > 0
+    assert value["prefix_recovery_epoch"] == 2 and value["prefix_recovery_session_failed"] == 0
+    assert value["prefix_recovery_results_wanted"] == len(rows) > value["prefix_recovery_results"]
 
 
 def assert_cost(figures: JobFigures) -> None:
@@ -150,14 +169,16 @@ def test_w1_w6_w14_signals_then_the_end_then_nothing_to_do(
 ) -> None:
     """W1, W14: SIGTERM, then SIGINT to the whole group as a terminal sends it: each ends in a snapshot, nothing is
     generated twice. W6: run again when all is done, no engine is started and the file stays; with the output gone it
-    is made again from the store and nothing is decoded.
+    is made again from the store and nothing is decoded. The second run is scraped while it decodes.
     """
     rows = lines(10, least=100, step=10)
     config = write_job(tmp_path, tiny_model, rows, block={"snapshot_interval_s": 3600})
     figures = JobFigures()
     for name, number, code in (("term", signal.SIGTERM, 143), ("int", signal.SIGINT, 130)):
-        with running(config, name) as job:
+        with running(config, name, "--metrics", "0") as job:
             job.after(200)
+            if number is signal.SIGINT:
+                assert_scraped(job, rows)
             if number is signal.SIGTERM:
                 job.process.send_signal(number)
             else:

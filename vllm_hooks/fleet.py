@@ -37,6 +37,7 @@ class LoopFleet:
         self._session = session
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hold: Hold | None = None
+        self._stall_s: float | None = None
         self._flush: Future[RecoveryError | None] | None = None
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -81,9 +82,16 @@ class LoopFleet:
                 raise EngineDead(
                     f"the engine died: {session.dead_engine}", hint="run the same command again to continue the job"
                 )
+            began = time.perf_counter()
             self._flush = session.flushing.submit(session.cut())
+            self._stall_s = time.perf_counter() - began
 
         self._on_loop(cut, timeout_s)
+
+    def take_stall_s(self) -> float | None:
+        """How long the last cut kept the loop from everything else. Once per cut."""
+        stall_s, self._stall_s = self._stall_s, None
+        return stall_s
 
     def stage(self, timeout_s: float) -> list[Staged]:
         assert self._flush is not None

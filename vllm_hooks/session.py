@@ -49,6 +49,7 @@ class SessionCounters:
 
     tokens_captured: int = 0
     tokens_reused: int = 0
+    tokens_regenerated: int = 0
     calls_restored: int = 0
     snapshots: int = 0
     snapshots_abandoned: int = 0
@@ -64,6 +65,7 @@ class RecoverySession:
     `parity`: what the self-test saw, if there was one.
     `pulls`: set it where parity.self_test saw the pull capture agree; FINAL_ONLY requests are then read, not streamed.
     `on_tokens`, if set, is told on the loop of each captured engine output: the call and its number of new tokens.
+    `on_attempt`, if set, is told in the coordinator's thread of each snapshot attempt.
     """
 
     def __init__(self, config: CheckpointingConfig, opened: Opened | None, *, keeps_results: bool = False) -> None:
@@ -79,6 +81,7 @@ class RecoverySession:
         self.pulls = False
         self.parity = NOT_TESTED
         self.on_tokens: Callable[[LiveCall, int], None] | None = None
+        self.on_attempt: Callable[[Attempt], None] | None = None
         self.barriers = Barriers()
         self.table = CallTable()
         self.failure: RecoveryError | None = None
@@ -142,6 +145,7 @@ class RecoverySession:
     def _wire(self, opened: Opened) -> None:
         self._admission = Admission(self.table, opened.publication.ledger, opened.restored.calls, self.stored.read)
         self.counters.tokens_reused = opened.restored.tokens_reused
+        self.counters.tokens_regenerated = opened.restored.tokens_thrown_away
         self.counters.calls_restored = len(opened.restored.calls)
         opened.restored.calls = []  # their tokens belong to the admission now, until somebody asks for them
         self.stager = Stager(
@@ -307,6 +311,8 @@ class RecoverySession:
             counters.snapshots_abandoned += 1
         if attempt.error is not None:
             counters.last_abandoned = f"{attempt.step}: {attempt.error.message}"
+        if self.on_attempt is not None:
+            self.on_attempt(attempt)
         if attempt.verdict is Verdict.FENCED and isinstance(attempt.error, Fenced):
             self.fail(attempt.error)
 

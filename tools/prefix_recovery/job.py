@@ -25,6 +25,7 @@ from prefix_recovery import saving
 from prefix_recovery.dispatch import Dispatch, Outcome, first_stop
 from prefix_recovery.engine import Engine, set_environment
 from prefix_recovery.job_here import job_fields
+from prefix_recovery.metrics_server import MetricsServer
 from prefix_recovery.output_lock import OutputLock
 from prefix_recovery.processes import descendants
 from prefix_recovery.progress import Progress
@@ -79,6 +80,7 @@ class _Run:
         self._signal: signal.Signals | None = None
         self._last: Attempt | None = None
         self._captures = False
+        self._metrics: MetricsServer | None = None
 
     def go(self) -> int:
         errors = Path(self._config.output + ".errors.jsonl")
@@ -90,6 +92,8 @@ class _Run:
             outcome = self._with_engine(progress) if missing else Outcome()
         finally:
             progress.close()
+            if self._metrics is not None:
+                self._metrics.close()
         bad = self._file.bad + outcome.bad
         if bad or errors.exists():
             write_errors(
@@ -102,6 +106,11 @@ class _Run:
         done = len(self._results.done & wanted)
         self._captured: Any = lambda: 0
         return Progress(len(self._samples), done, lambda: self._captured(), quiet=self._options.quiet)
+
+    def _n_results(self) -> tuple[int, int]:
+        """How many of the wanted results there are, and how many are wanted. From any thread."""
+        n_done = sum((s.prompt.id, s.index) in self._results.done for s in self._samples)
+        return n_done, len(self._samples)
 
     def _exit_code(self, outcome: Outcome, bad: list[BadLine], progress: Progress) -> int:
         missing = [s for s in self._samples if (s.prompt.id, s.index) not in self._results.done]
@@ -127,6 +136,9 @@ class _Run:
     def _with_engine(self, progress: Progress) -> Outcome:
         began = time.monotonic()
         self._check_early()
+        if self._config.metrics is not None:
+            self._metrics = MetricsServer(str(self._config.metrics), self._n_results)
+            progress.say(f"metrics at {self._metrics.url}")
         progress.say("starting the engine")
         engine = Engine(self._config.model, self._config.engine)
         try:
@@ -156,6 +168,8 @@ class _Run:
             keeps_results=True,
         )
         self._captured = lambda: session.counters.tokens_captured
+        if self._metrics is not None:
+            self._metrics.watch(session)
         parity, restored = session.parity, session.restored
         if parity.n_calls:
             progress.say(

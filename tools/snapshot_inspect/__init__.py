@@ -18,5 +18,6 @@ Only `doctor --probe` writes, scratch objects that belong to no store. Arrow is 
     views       the documents as facts and rows
     render      facts and rows on a terminal or in a pipe
     progress    how far a long read is, on stderr
+    completion  scripts for shells, made from an argument parser
     cli         arguments, errors, exit codes
 """

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from recovery.errors import RecoveryError
-from snapshot_inspect import documents, job_verbs, verbs, views
+from snapshot_inspect import completion, documents, job_verbs, verbs, views
 from snapshot_inspect.newest import newest
 from snapshot_inspect.places import open_place
 from snapshot_inspect.render import Screen
@@ -118,7 +118,13 @@ def parser() -> argparse.ArgumentParser:
     )
     one = add("doctor", job_verbs.doctor_, "snapshot-inspect doctor s3://bucket/new-run --probe")
     one.add_argument("--probe", action="store_true", help="write scratch objects, time them, and remove them again")
+    completion.add_verb(sub, top.prog).set_defaults(run=_completion, store="", json=False)
     return top
+
+
+def _completion(args: argparse.Namespace, now: float) -> Answer:
+    script = completion.script(args.shell, parser())
+    return Answer(0, [], lambda screen: screen.verbatim(script))
 
 
 def _positive(text: str) -> int:
@@ -187,7 +193,8 @@ def _front_page(screen: Screen) -> None:
     screen.line()
     screen.facts([(example, purpose) for _, example, purpose in EXAMPLES])
     screen.line()
-    screen.line("`snapshot-inspect VERB --help` says more; --json works with every verb.")
+    screen.line("`snapshot-inspect VERB --help` says more; --json works with every verb that looks into a store.")
+    screen.line("`snapshot-inspect completion bash` prints a script that completes all of this (also zsh, fish).")
     if not os.path.isfile("format.json"):
         return
     screen.line()

@@ -16,7 +16,7 @@ from argparse import Namespace
 from recovery.errors import ConfigError, Damaged, FingerprintMismatch
 from recovery.ledger import Entry
 from snapshot_inspect import calls, diff, doctor, explain, holds, page, plan, report, stats
-from snapshot_inspect.places import Place, ledger_codec, open_place, segment_codec
+from snapshot_inspect.places import Place, is_config, ledger_codec, open_place, segment_codec
 from snapshot_inspect.survey import Choice, choose, position
 from snapshot_inspect.verbs import Answer, notes_of, worst
 from snapshot_inspect.verify import structure
@@ -27,12 +27,13 @@ def explain_(args: Namespace, now: float) -> Answer:
     choice = choose(place.store, position(place.store), args.id)
     snapshot = choice.snapshot
     here, entries = explain.machine_here(), list[Entry]()
-    if args.config is not None:
+    config = _config(args)
+    if config is not None:
         from prefix_recovery.job_here import job_here
 
-        here = explain.with_config(job_here(args.config))
+        here = explain.with_config(job_here(config))
         entries = calls.in_order(calls.read_ledger(place.store, ledger_codec(), snapshot))
-    document = explain.explain(place, snapshot, entries, here, args.config)
+    document = explain.explain(place, snapshot, entries, here, config)
     code = FingerprintMismatch.exit_code if document["restorable"] is False else 0
     return Answer(code, [document], lambda screen: explain.shown(screen, document), notes_of(choice))
 
@@ -41,16 +42,23 @@ def plan_(args: Namespace, now: float) -> Answer:
     place = open_place(args.store)
     tail = position(place.store).tail
     choice = plan.read_choice(args.id, 0 if args.id == "latest" else choose_id(place, args.id))
-    if args.config is None:
+    config = _config(args)
+    if config is None:
         job = plan.own_job(place, tail)
     else:
         from prefix_recovery.job_here import job_here
 
-        here = job_here(args.config)
+        here = job_here(config)
         job = plan.Job(here.must, here.stop, list(here.source_digests))
-    document = plan.plan(place, (segment_codec(), ledger_codec()), tail, choice, job, args.config)
+    document = plan.plan(place, (segment_codec(), ledger_codec()), tail, choice, job, config)
     code = Damaged.exit_code if document["passed_over"] else 0
     return Answer(code, [document], lambda screen: plan.shown(screen, document))
+
+
+def _config(args: Namespace) -> str | None:
+    """The job's file: the one that was named, or the one that the store was found by."""
+    named: str | None = args.config
+    return named or (args.store if is_config(args.store) else None)
 
 
 def choose_id(place: Place, text: str) -> int:

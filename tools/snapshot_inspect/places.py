@@ -39,12 +39,17 @@ class Place:
     mark: dict[str, Any]
 
 
+def is_config(address: str) -> bool:
+    """Whether an address is that of a job's file, which names its store."""
+    return address.endswith(CONFIGS) and os.path.isfile(address)
+
+
 def open_any(address: str) -> ObjectStore:
     """What lies at `address`, a store or not yet one; of a job's config, where that has its store, with its options.
 
     Raises NoStore for a folder that is not there.
     """
-    if not (address.endswith(CONFIGS) and os.path.isfile(address)):
+    if not is_config(address):
         return open_store(address)
     from recovery.config import load_config
 

@@ -44,6 +44,10 @@ class Screen:
 
             self._console.print(Text(printable(text), style), soft_wrap=True)
 
+    def verbatim(self, text: str) -> None:
+        """A text of this program's own, for another program: as it is."""
+        self._stream.write(text)
+
     def facts(self, facts: Sequence[Fact]) -> None:
         """One `name  value` a line; the same name again is left out."""
         width = max((len(name) for name, _ in facts), default=0)
