@@ -103,6 +103,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert msgspec.to_builtins(parse_config(NEEDED)) == {
         **NEEDED,
         "engine": {},
+        "metrics": None,
         "sampling": {},
         "samples_per_prompt": 1,
         "max_concurrent_calls": 16,
