@@ -358,7 +358,7 @@ class SegmentConformance:
         segment = codec.encode(many_wide(3, 4), "seg/x")
         assert len(segment.info.wide) == 4
         for at in range(len(segment.data)):
-            for change in (1, 2, 4, 8, 16, 32, 64, 128, 255):
+            for change in (1 << at % 8, 255):
                 mangled = bytearray(segment.data)
                 mangled[at] ^= change
                 with pytest.raises(DigestMismatch, match="crc32c"):
