@@ -99,6 +99,28 @@ class LedgerCodec(Protocol):
         """Header and rows. Raises FormatNotUnderstood or Damaged; never crashes on mangled input."""
 
 
+class Participant(Protocol):
+    """Somebody whose state is part of every snapshot. Called on the event loop: nothing here may wait."""
+
+    def attach(self) -> None:
+        """It is one from now on."""
+
+    def owns(self, name: str) -> bool:
+        """Whether a state of that name is its own; no two participants own one."""
+
+    def hold(self, reason: str) -> None:
+        """Keep the state as it is until `release`. Raises SnapshotAbandoned if that is impossible now."""
+
+    def states(self) -> Mapping[str, bytes]:
+        """JSON objects by name, all of one moment. Raises SnapshotAbandoned."""
+
+    def resume(self, published: bool) -> None:
+        """How the snapshot ended; still held."""
+
+    def release(self) -> None:
+        """Harmless if not held."""
+
+
 class Clock(Protocol):
     """Time for deadlines (monotonic seconds) and for people (UTC seconds since 1970)."""
 

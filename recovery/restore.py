@@ -147,6 +147,10 @@ def check_fingerprint(loaded: Loaded, must: Mapping[str, Any]) -> None:
     )
 
 
+def anything(states: Mapping[str, bytes]) -> None:
+    """Every snapshot's states will do."""
+
+
 def choose(
     store: ObjectStore,
     segments: SegmentCodec,
@@ -154,8 +158,12 @@ def choose(
     tail: int,
     choice: Choice,
     must: Mapping[str, Any],
+    compatible: Callable[[Mapping[str, bytes]], None] = anything,
 ) -> Chosen:
-    """The newest snapshot at or below `tail` that is compatible and verifies; see invariants 2 and 3."""
+    """The newest snapshot at or below `tail` that is compatible and verifies; see invariants 2 and 3.
+
+    `compatible` raises CannotRestore, or Damaged, for participants' states with which this process cannot go on.
+    """
     chosen = Chosen(None, {})
     if choice == "never":
         return chosen
@@ -174,7 +182,9 @@ def choose(
                     raise NothingPublished(f"snapshot {seq} was forgotten", hint=_LIST)
                 continue
             if read.slot.kind == "snapshot" and (seq == choice or not isinstance(choice, int)):
-                chosen.loaded, chosen.transcripts = _verify(store, segments, ledgers, read.slot, must, chosen.collected)
+                loaded, transcripts = _verify(store, segments, ledgers, read.slot, must, chosen.collected)
+                compatible(loaded.states)
+                chosen.loaded, chosen.transcripts = loaded, transcripts
                 return chosen
         except CredentialsRefused:
             raise  # says nothing about the snapshot: an older one must not be taken for it

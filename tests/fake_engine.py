@@ -26,7 +26,7 @@ from recovery.model import OPEN, CallId, PolicyVersion, Request
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
 from recovery.reading import read_transcripts
-from recovery.restore import Choice, Restored, choose, compatibility_record, restore
+from recovery.restore import Choice, Restored, anything, choose, compatibility_record, restore
 from recovery.resume import StopRules
 from recovery.slots import SlotLog
 from recovery.snapshots import make_root
@@ -193,6 +193,8 @@ class Life:
         segments: SegmentCodec | None = None,
         ledgers: LedgerCodec | None = None,
         must: Mapping[str, object] = MUST,
+        compatible: Callable[[Mapping[str, bytes]], None] = anything,
+        fleet: type[DirectFleet] = DirectFleet,
     ) -> None:
         self.store = store
         self.prompts = prompts
@@ -210,7 +212,7 @@ class Life:
         make_root(store, entropy)
         self.log = SlotLog(store, ManualClock(), entropy, f"life {number}")
         self.log.claim()
-        self.chosen = choose(store, self.segments, self.ledgers, self.log.tail, choice, must)
+        self.chosen = choose(store, self.segments, self.ledgers, self.log.tail, choice, must, compatible)
         loaded = self.chosen.loaded
         self.chosen_content = content_of(loaded.ledger) if loaded else None
         ledger = loaded.ledger if loaded else Ledger()
@@ -221,7 +223,8 @@ class Life:
             publication.writer.adopt(loaded.objects)
             publication.start_from([item.ref.key for item in loaded.objects], loaded.snapshot.states)
         self.publication = publication
-        states = {"job": compatibility_record(must, {})}
+        states = {**(loaded.states if loaded else {}), "job": compatibility_record(must, {})}
+        self.carried: Mapping[str, bytes] = states
         self.restored: Restored = restore(
             publication,
             store,
@@ -241,7 +244,7 @@ class Life:
             store, self.segments, entropy, epoch=self.log.epoch, worker="w0", on_staged=self._note_staged
         )
         self.stager._pool = InlinePool()  # type: ignore[assignment]
-        self.fleet = DirectFleet(self.table, self.stager, states)
+        self.fleet = fleet(self.table, self.stager, states)
         self.coordinator = Coordinator(
             publication, self.fleet, ManualClock(), timeout_s=60, fingerprint=codec.fingerprint(must)
         )

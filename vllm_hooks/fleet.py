@@ -47,6 +47,7 @@ class LoopFleet:
         def acquire() -> None:
             self._release()  # one that a timed-out release left: two holds of one owner would never both be released
             self._hold = self._session.barriers.hold(HoldKind.CUT, "coordinator", reason, time.time())
+            self._session.participants.hold(reason)
 
         self._on_loop(acquire, timeout_s)
 
@@ -57,6 +58,7 @@ class LoopFleet:
         hold, self._hold = self._hold, None
         if hold is not None:
             self._session.barriers.release(hold)
+        self._session.participants.release()
 
     def raise_fence(self, timeout_s: float) -> None:
         self._on_loop(self._session.barriers.raise_fence, timeout_s)
@@ -65,14 +67,12 @@ class LoopFleet:
         self._on_loop(self._session.barriers.lower_fence, _UNDO_TIMEOUT_S, undo=True)
 
     def prepare(self, timeout_s: float) -> Mapping[str, bytes]:
-        opened = self._session.opened
-        assert opened is not None
-        return opened.states
+        return self._on_loop(self._session.participants.states, timeout_s)
 
     def resume(self, published: bool) -> None:
-        """No participant of this process holds anything while a snapshot is taken but the stager: bytes."""
         if published:
             self._session.stager.published()
+        self._on_loop(lambda: self._session.participants.resume(published), _UNDO_TIMEOUT_S, undo=True)
 
     def cut(self, timeout_s: float) -> None:
         session = self._session

@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,16 @@ from recovery.ledger import Ledger
 from recovery.log import Slot
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
-from recovery.restore import Choice, Restored, check_fingerprint, choose, compatibility_record, differences, restore
+from recovery.restore import (
+    Choice,
+    Restored,
+    anything,
+    check_fingerprint,
+    choose,
+    compatibility_record,
+    differences,
+    restore,
+)
 from recovery.resume import StopRules
 from recovery.slots import Read, SlotLog, find_tail, walk_back
 from recovery.snapshots import Snapshot, load, make_root
@@ -77,8 +86,12 @@ def open_store_for(
     *,
     owner: str,
     exactness: str,
+    compatible: Callable[[Mapping[str, bytes]], None] = anything,
 ) -> Opened:
-    """Open (or make) the store of `config`, claim its next epoch and restore. Raises RecoveryError and its kin."""
+    """Open (or make) the store of `config`, claim its next epoch and restore. Raises RecoveryError and its kin.
+
+    `compatible` is asked about the states of each snapshot that could be taken; see recovery.restore.choose.
+    """
     assert config.store is not None
     store = open_store(config.store, create=True, **config.store_options.given())
     if warning := config.store_options.warning(config.store):
@@ -91,13 +104,14 @@ def open_store_for(
     log = SlotLog(store, clock, entropy, owner, single_writer=config.store_options.exclusive)
     refuse_foreign(store, ledgers, must, config.restore)
     log.claim()
-    chosen = choose(store, segments, ledgers, log.tail, config.restore, must)
+    chosen = choose(store, segments, ledgers, log.tail, config.restore, must, compatible)
     ledger = chosen.loaded.ledger if chosen.loaded else Ledger()
     publication = Publication(store, segments, ledgers, entropy, log, ledger, keep_latest_k=config.keep_latest_k)
     if chosen.loaded:
         publication.writer.adopt(chosen.loaded.objects)
         publication.start_from([item.ref.key for item in chosen.loaded.objects], chosen.loaded.snapshot.states)
-    states = {"job": compatibility_record(must, recorded)}
+    # What a participant left there stays until it is there again to say what it has now.
+    states = {**(chosen.loaded.states if chosen.loaded else {}), "job": compatibility_record(must, recorded)}
     changed = recorded_differences(chosen.loaded.states.get("job", b"{}"), recorded) if chosen.loaded else []
     hexes = fingerprint(must)
     restored = restore(

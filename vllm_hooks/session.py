@@ -26,8 +26,9 @@ from recovery.coordinator import Attempt, Coordinator, InOneThread
 from recovery.errors import Fenced, InputError, ProgramError, RecoveryError
 from recovery.ledger import EndedAt
 from recovery.model import CallId, PolicyVersion, Request
+from recovery.participants import Participants
 from recovery.protocol import Verdict
-from recovery.restore import Restored
+from recovery.restore import Restored, anything
 from recovery.resume import StopRules
 from recovery.staging import Staged, Stager
 from vllm_hooks.admission import Admission
@@ -61,7 +62,7 @@ class RecoverySession:
     """What a RecoverableEngine captures into. Make one with `open`, inside or before the engine's event loop.
 
     `source_digests` maps a request id to the digest of the caller's own row, recorded with the call.
-    `stored`: the calls that the store holds.
+    `stored`: the calls that the store holds. `participants`: whose states go into every snapshot.
     `parity`: what the self-test saw, if there was one.
     `pulls`: set it where parity.self_test saw the pull capture agree; FINAL_ONLY requests are then read, not streamed.
     `on_tokens`, if set, is told on the loop of each captured engine output: the call and its number of new tokens.
@@ -122,6 +123,7 @@ class RecoverySession:
         owner: str = "",
         exactness: str = "statistical",
         keeps_results: bool = False,
+        compatible: Callable[[Mapping[str, bytes]], None] = anything,
     ) -> RecoverySession:
         """Claim the store, restore from it, and be ready to capture. Does I/O; call it off the event loop.
 
@@ -133,13 +135,16 @@ class RecoverySession:
             owner: who this is, for people.
             exactness: the grade that the engine earned; no result claims more.
             keeps_results: an ended call is kept until it was asked for with `durable`.
+            compatible: raises CannotRestore for the states of a snapshot that must be passed over.
 
         Raises RecoveryError and its kin: see recovery.errors for the exit codes.
         """
         if effective_mode(config) == "off":
             return cls(config, None, keeps_results=keeps_results)
         rules = Unresumable(config.unresumable).rules(stop or StopRules((), 1 << 30))
-        opened = open_store_for(config, must or {}, recorded or {}, rules, owner=owner, exactness=exactness)
+        opened = open_store_for(
+            config, must or {}, recorded or {}, rules, owner=owner, exactness=exactness, compatible=compatible
+        )
         return cls(config, opened, keeps_results=keeps_results)
 
     def _wire(self, opened: Opened) -> None:
@@ -156,6 +161,7 @@ class RecoverySession:
             worker="w0",
             on_staged=self._on_staged,
         )
+        self.participants = Participants(opened.states)
         self.fleet = LoopFleet(self)
         self.flushing = Flushing(
             self.stager,

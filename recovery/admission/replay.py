@@ -250,7 +250,4 @@ class ReplaySource:
         ):
             raise Damaged(f"the cursor of the data source contradicts itself: {cursor}")
         if rollout < state["saved"]:
-            raise FingerprintMismatch(
-                f"the trainer is at rollout {rollout}; what was trained up to {state['saved']} is forgotten here",
-                hint="start the trainer from its newer checkpoint, or restore an older snapshot",
-            )
+            raise FingerprintMismatch(f"rollout {rollout} is older than {state['saved']}, up to which all is forgotten")

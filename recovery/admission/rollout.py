@@ -15,7 +15,7 @@ Invariants (numbers are those of the admission contract):
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -27,6 +27,7 @@ from recovery.admission.leases import Lease
 from recovery.admission.limits import Exhausted, Limits, Waiting
 from recovery.admission.metrics import HOLD_OWNERS, RETAINED_CAUSES
 from recovery.admission.ownership import Ownership
+from recovery.admission.participant import RolloutParticipant
 from recovery.admission.prefixes import NO_PREFIXES, Prefixes, verdict_of
 from recovery.admission.replay import ReplaySource
 from recovery.admission.samples import Sample, copies
@@ -57,6 +58,7 @@ class FullyAsyncRollout:
         generate: makes a group's samples; by default each sample is given to the engine for itself.
         keep: a finished group for which it is false is never trained on (dynamic sampling).
         prefixes: what the engines' store knows of unfinished samples after a restart.
+        on_version: told of every version in the step in which it becomes the current one.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class FullyAsyncRollout:
         generate: Generate = each_sample,
         keep: Callable[[Sequence[Sample]], bool] = lambda samples: True,
         prefixes: Prefixes = NO_PREFIXES,
+        on_version: Callable[[PolicyVersion], None] = lambda version: None,
     ) -> None:
         if not engines:
             raise ConfigError("a rollout has at least one engine")
@@ -81,6 +84,7 @@ class FullyAsyncRollout:
         self._clock = clock
         self._entropy = entropy
         self._prefixes = prefixes
+        self.on_version = on_version
         self._tasks: dict[Execution, tuple[asyncio.Task[object], int]] = {}
         self._closing: asyncio.Task[None] | None = None
         self._started = False
@@ -103,6 +107,7 @@ class FullyAsyncRollout:
         self.changes = Changes()
         self.state = RolloutState(self.ownership, source)
         self.updates = WeightUpdates(self)
+        self.participant = RolloutParticipant(self)
 
     # ---- the trainer -------------------------------------------------------------------------------------------
 
@@ -110,8 +115,23 @@ class FullyAsyncRollout:
     def version(self) -> PolicyVersion:
         return self.ownership.versions.current
 
+    def restore(self, states: Mapping[str, bytes], *, rollout: int, version: int, lineage: str) -> None:
+        """Take up what a snapshot says of this rollout, if it says anything; before `start`.
+
+        Args:
+            states: the participants' states of the restored snapshot.
+            rollout: the trainer's checkpoint is the one after that batch; 0 if it begins anew.
+            version: the number of the policy version in that checkpoint.
+            lineage: a name that was never used (with the store's epoch in it, say), for the versions from here on if
+                the trainer has gone back behind the newest one.
+
+        Raises FingerprintMismatch or Damaged, with nothing changed.
+        """
+        self.state.restore(states, rollout=rollout, version=version, lineage=lineage)
+        self.on_version(self.version)
+
     def start(self) -> None:
-        """Begin to generate, on the running event loop. After `state.restore`, if there was something to restore."""
+        """Begin to generate, on the running event loop. After `restore`, if there may be something to restore."""
         self._started = True
         self._go_on()
 
@@ -152,8 +172,22 @@ class FullyAsyncRollout:
             self._go_on()
 
     def checkpoint_saved(self, rollout: int) -> None:
-        """The trainer's checkpoint after that rollout is durable, and so is a snapshot that covers the rollout."""
+        """The trainer's checkpoint after that rollout is durable: what it was trained on never comes again.
+
+        Raises NotCovered if no snapshot that covers it was published before (where snapshots are taken).
+        """
+        self.participant.check_covers(rollout)
         self._source.checkpoint_saved(rollout)
+
+    async def wait_covered(self, rollout: int, *, timeout_s: float | None = None) -> bool:
+        """Whether a published snapshot covers the rollout: then its checkpoint may be written. False: the deadline."""
+        deadline = Deadline(timeout_s)
+        while self.participant.covered < rollout:
+            if self.ownership.failure is not None:
+                raise self.ownership.failure
+            if deadline.passed or not await self.changes.next(deadline):
+                return self.participant.covered >= rollout
+        return True
 
     def reconcile(self) -> list[BaseException]:
         """Try again to give back whatever could not be. Returns what still cannot."""

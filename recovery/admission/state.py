@@ -68,18 +68,17 @@ class RolloutState:
         `lineage` names the trainer's branch from here on, if it has gone back behind the newest version: a name that
         was never used, e.g. with the store's epoch in it. Raises FingerprintMismatch or Damaged, nothing changed.
         """
+        check_fits(states, rollout)
+        if NAME not in states:
+            self._own.leases.newest = rollout
+            self._own.versions.take_over(PolicyVersions(PolicyVersion(self._own.versions.current.lineage, version)))
+            return
         state = _parsed(states, NAME)
         try:
             versions = PolicyVersions.from_json(state["versions"])
-            newest, covered = int(state["rollouts"]["newest"]), int(state["rollouts"]["covered"])
             finished = [(f"group-{int(group)}", int(group)) for group in state["finished"]]
         except (KeyError, TypeError, ValueError) as error:
             raise Damaged(f"the state {NAME!r} is malformed: {error!r}") from error
-        if rollout > covered:
-            raise FingerprintMismatch(
-                f"the trainer is at rollout {rollout}; the snapshot knows what was trained up to {covered} of {newest}",
-                hint="take a snapshot before each checkpoint of the trainer, or start the trainer from an older one",
-            )
         groups = dict(_finished(_parsed(states, name), group) for name, group in finished)
         if version < versions.current.number:
             versions.fork(lineage, version)
@@ -97,6 +96,36 @@ class RolloutState:
             return None
         record.version = found[0]
         return found[1]
+
+
+def check_fits(states: Mapping[str, bytes], rollout: int) -> None:
+    """Raise FingerprintMismatch unless a trainer at its checkpoint `rollout` may take up these states.
+
+    RecoverySession.open takes it (with the rollout bound) as `compatible`: a snapshot that does not fit is passed over.
+    """
+    if NAME not in states:
+        if rollout:
+            raise FingerprintMismatch(
+                f"the trainer is at rollout {rollout}, and the snapshot has no rollout in it",
+                hint="use the store that the trainer's run was made with",
+            )
+        return
+    state = _parsed(states, NAME)
+    try:
+        newest, covered = int(state["rollouts"]["newest"]), int(state["rollouts"]["covered"])
+        saved = int(state["source"]["saved"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"the state {NAME!r} is malformed: {error!r}") from error
+    if rollout > covered:
+        raise FingerprintMismatch(
+            f"the trainer is at rollout {rollout}; the snapshot knows what was trained up to {covered} of {newest}",
+            hint="take a snapshot before each checkpoint of the trainer, or start the trainer from an older one",
+        )
+    if rollout < saved:
+        raise FingerprintMismatch(
+            f"the trainer is at rollout {rollout}; what was trained up to {saved} is forgotten here",
+            hint="start the trainer from its newer checkpoint, or restore an older snapshot",
+        )
 
 
 def _group(record: Record) -> bytes | None:

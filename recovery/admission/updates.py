@@ -102,6 +102,7 @@ class WeightUpdates:
             own.end_update(hold, False)
             raise
         own.end_update(hold, True)
+        self._rollout.on_version(target)
 
     async def _drained(self, owner: str, deadline: Deadline) -> Hold:
         """A drain hold whose frontier has ended: the one that a failed update left, or a new one."""
