@@ -184,14 +184,14 @@ class World:
 
     def line(self, versions: Any, limit: int) -> list[tuple[str, int]]:
         """The last `limit` + 1 versions that led to the current one."""
-        found, (lineage, number) = [], (versions.current.lineage, versions.current.number)
-        while len(found) <= limit and number >= 0:
-            found.append((lineage, number))
-            while lineage in versions._forks and versions._forks[lineage][1] >= number:
-                lineage = versions._forks[lineage][0]
-                found.append((lineage, number))
-            number -= 1
-        return found
+        lineage, newest = versions.current.lineage, versions.current.number
+        oldest, found = newest - limit, []
+        while True:
+            found += [(lineage, number) for number in range(oldest, newest + 1)]
+            if lineage not in versions._forks:
+                return found
+            lineage, at = versions._forks[lineage]
+            newest = min(newest, at)
 
     async def push_weights(self) -> None:
         target = None
@@ -295,6 +295,7 @@ class World:
             return trainer in done
         finally:
             self.rollout._started = False  # a killed process begins nothing any more
+            self.source.rate = 0.0
             mine = {task for task, _ in self.rollout._tasks.values()}
             for one in (trainer, *others, *mine):
                 one.cancel()

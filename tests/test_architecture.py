@@ -206,7 +206,7 @@ def test_the_core_reads_no_clock_and_draws_no_chance() -> None:
 def test_no_machine_of_the_core_knows_a_driver() -> None:
     for name in MODULES:
         if package_of(name) == "recovery" and name not in DRIVERS and name != "recovery.admission":
-            assert not imports_of(name) & DRIVERS, name
+            assert not top_imports(name) & DRIVERS, name
 
 
 def test_the_core_logs_nothing_and_awaits_nothing() -> None:
