@@ -524,10 +524,38 @@ def test_progress_in_a_log_file(capsys: pytest.CaptureFixture[str], monkeypatch:
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "[bold]x[/bold] " + "y" * 200
-    assert lines[1] == "5 of 40 results, 50 tokens/s"
+    assert lines[1] == "5 of 40 results, 50 tokens/s, 2 min 55 s left", "2 in 10 s, 35 to go"
     assert lines[2] == "no result for p-0: too long" and len(lines) == 22
     Progress(1, 0, lambda: 0, quiet=True).say("not seen")
     assert capsys.readouterr().err == ""
+
+
+def test_progress_of_a_restore_in_a_log_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rate and time left now and then; nothing if there is nothing to read; the bound follows what is read."""
+    now = [0.0]
+    monkeypatch.setattr("prefix_recovery.progress.time.monotonic", lambda: now[0])
+    progress = Progress(40, 0, lambda: 0)
+    with progress.restoring() as reading:
+        now[0] = 20.0
+        reading.read(500)
+    assert capsys.readouterr().err == ""
+    with progress.restoring() as reading:
+        reading.expect(100_000_000)
+        for at in (21.0, 32.0, 33.0, 44.0, 60.0):
+            now[0] = at
+            reading.read(30_000_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "restoring: 30.0 MB of at most 100.0 MB read, 30.0 MB/s, at most 2 s left",
+        "restoring: 60.0 MB of at most 100.0 MB read, 5.0 MB/s, at most 8 s left",
+        "restoring: 120.0 MB of at most 120.0 MB read, 5.0 MB/s, at most 0 s left",
+        "restoring: 150.0 MB of at most 150.0 MB read, 3.8 MB/s, at most 0 s left",
+    ]
+    progress.decoding()
+    now[0] = 100.0
+    progress.finished(4)
+    assert capsys.readouterr().err == "4 of 40 results, 0 tokens/s, 6 min left\n", "counted from when decoding began"
 
 
 def test_the_operator_is_told_what_a_restore_did_not_take() -> None:

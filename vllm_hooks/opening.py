@@ -43,6 +43,7 @@ from recovery.snapshots import Snapshot, load, make_root
 from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.codecs import MixedSegmentCodec
+from vllm_hooks.watching import Reading, watched
 
 
 class SystemClock:
@@ -87,6 +88,7 @@ def open_store_for(
     owner: str,
     exactness: str,
     compatible: Callable[[Mapping[str, bytes]], None] = anything,
+    reading: Reading | None = None,
 ) -> Opened:
     """Open (or make) the store of `config`, claim its next epoch and restore. Raises RecoveryError and its kin.
 
@@ -104,7 +106,8 @@ def open_store_for(
     log = SlotLog(store, clock, entropy, owner, single_writer=config.store_options.exclusive)
     refuse_foreign(store, ledgers, must, config.restore)
     log.claim()
-    chosen = choose(store, segments, ledgers, log.tail, config.restore, must, compatible)
+    restored_from = watched(store, log.tail, reading)
+    chosen = choose(restored_from, segments, ledgers, log.tail, config.restore, must, compatible)
     ledger = chosen.loaded.ledger if chosen.loaded else Ledger()
     publication = Publication(store, segments, ledgers, entropy, log, ledger, keep_latest_k=config.keep_latest_k)
     if chosen.loaded:
@@ -116,7 +119,7 @@ def open_store_for(
     hexes = fingerprint(must)
     restored = restore(
         publication,
-        store,
+        restored_from,
         segments,
         ledgers,
         chosen,

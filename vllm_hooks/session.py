@@ -42,6 +42,7 @@ from vllm_hooks.pull import Polling, Pulled, PullReader
 from vllm_hooks.snapshot_loop import SnapshotLoop
 from vllm_hooks.stored import StoredCalls
 from vllm_hooks.unresumable import Unresumable
+from vllm_hooks.watching import Reading
 
 
 @dataclass(slots=True)
@@ -124,6 +125,7 @@ class RecoverySession:
         exactness: str = "statistical",
         keeps_results: bool = False,
         compatible: Callable[[Mapping[str, bytes]], None] = anything,
+        reading: Reading | None = None,
     ) -> RecoverySession:
         """Claim the store, restore from it, and be ready to capture. Does I/O; call it off the event loop.
 
@@ -136,6 +138,7 @@ class RecoverySession:
             exactness: the grade that the engine earned; no result claims more.
             keeps_results: an ended call is kept until it was asked for with `durable`.
             compatible: raises CannotRestore for the states of a snapshot that must be passed over.
+            reading: is told how far the restore is.
 
         Raises RecoveryError and its kin: see recovery.errors for the exit codes.
         """
@@ -143,7 +146,14 @@ class RecoverySession:
             return cls(config, None, keeps_results=keeps_results)
         rules = Unresumable(config.unresumable).rules(stop or StopRules((), 1 << 30))
         opened = open_store_for(
-            config, must or {}, recorded or {}, rules, owner=owner, exactness=exactness, compatible=compatible
+            config,
+            must or {},
+            recorded or {},
+            rules,
+            owner=owner,
+            exactness=exactness,
+            compatible=compatible,
+            reading=reading,
         )
         return cls(config, opened, keeps_results=keeps_results)
 

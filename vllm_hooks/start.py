@@ -18,6 +18,7 @@ from vllm_hooks import surface
 from vllm_hooks.fingerprint import engine_fields
 from vllm_hooks.parity import NOT_TESTED, self_test
 from vllm_hooks.session import RecoverySession
+from vllm_hooks.watching import Reading
 
 
 async def open_session(
@@ -28,6 +29,7 @@ async def open_session(
     owner: str = "",
     test: bool = True,
     keeps_results: bool = False,
+    reading: Reading | None = None,
 ) -> RecoverySession:
     """Claim and restore the store of `config` for this engine, and begin to capture. Call it on the engine's loop.
 
@@ -37,7 +39,7 @@ async def open_session(
         must: further fields of which a difference refuses a restore, beside those of the engine.
         owner: who this is, for people.
         test: run the parity self-test (seconds); without it resumes claim `statistical` and FINAL_ONLY is streamed.
-        keeps_results: see RecoverySession.open.
+        keeps_results, reading: see RecoverySession.open.
 
     Raises RecoveryError and its kin: see recovery.errors for the exit codes.
     """
@@ -54,6 +56,7 @@ async def open_session(
             owner=owner,
             exactness=parity.grade,
             keeps_results=keeps_results,
+            reading=reading,
         )
     )
     session.parity = parity

@@ -180,6 +180,7 @@ class Dispatch:
             )
         self._append(rows)
         self.outcome.rows_from_store += len(rows)
+        self._progress.finished(len(rows))
 
     def _row(
         self,

@@ -160,13 +160,15 @@ class _Run:
             raise ConfigError(f"sampling: {error}", hint="see vLLM's SamplingParams for the fields") from error
 
     async def _open_session(self, llm: Any, progress: Progress) -> RecoverySession:
-        session = await open_session(
-            llm,
-            self._config.rollout_checkpointing,
-            must=job_fields(self._config),
-            test=self._options.self_test,
-            keeps_results=True,
-        )
+        with progress.restoring() as reading:
+            session = await open_session(
+                llm,
+                self._config.rollout_checkpointing,
+                must=job_fields(self._config),
+                test=self._options.self_test,
+                keeps_results=True,
+                reading=reading,
+            )
         self._captured = lambda: session.counters.tokens_captured
         if self._metrics is not None:
             self._metrics.watch(session)
@@ -194,7 +196,7 @@ class _Run:
         dispatch = Dispatch(self._config, llm, session, self._results, self._samples, progress, tally)
         self._results.reread()
         todo: list[Sample] = await dispatch.matched()
-        progress.finished(dispatch.outcome.rows_from_store)
+        progress.decoding()
         try:
             async with asyncio.TaskGroup() as group:
                 run = group.create_task(dispatch.run(todo, stop))
