@@ -127,6 +127,29 @@ def test_whenever_a_probe_fails_it_leaves_nothing(capsys: pytest.CaptureFixture[
         assert stores.objects_of(store) == before, n
 
 
+def test_a_probe_that_is_interrupted_leaves_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    for n in (1, 9, 30, 50):
+        store = Interrupted(n)
+        opened_as(monkeypatch, store)
+        assert run_once(capsys, "doctor", "s", "--probe").code == 130
+        assert store.list("") == [], n
+
+
+class Interrupted(MemoryStore):
+    """Somebody types Ctrl-C while the n-th object is created."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self._left = n
+
+    def put_new(self, key: str, data: bytes) -> Put:
+        created = super().put_new(key, data)
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+        return created
+
+
 def test_clocks_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """By the newest log entry, and by what the storage says of an object that was just written."""
     store: Any = made(stores.several)

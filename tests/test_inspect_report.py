@@ -274,9 +274,10 @@ def test_ten_thousand_calls_stay_usable(tmp_path: Path) -> None:
     assert _count(dom) == "10,000 of 10,000 calls, 300,000 tokens"
     rows = dom.count('<div class="row"')
     assert 5 < rows < 60
-    dom = _ready(browser.show(tmp_path / "big.html", "#q=prompt-77%20ended&order=tokens&colour=version"))
+    dom = _ready(browser.show(tmp_path / "big.html", "#q=prompt-77%20ended&order=tokens&colour=lag"))
     meant = [i for i in range(10_000) if f"prompt-{i}#0".startswith("prompt-77") and i % 3 == 0]
     assert _count(dom) == f"{len(meant)} of 10,000 calls, {30 * len(meant):,} tokens"
+    assert ">lag 9</span>" in dom, "the legend of the colours that the address asked for"
     assert 'title="prompt-7779#0"' not in dom and 'title="prompt-7701#0"' in dom
 
 

@@ -39,6 +39,7 @@ def job_here(path: str) -> JobHere:
     """Reads the job file, the model's files and the prompts. Raises ConfigError."""
     from vllm_hooks import surface
     from vllm_hooks.fingerprint import engine_fields
+    from vllm_hooks.unresumable import Unresumable
 
     config = load_config(path)
     prompts = read_prompts(config.prompts)
@@ -47,4 +48,5 @@ def job_here(path: str) -> JobHere:
     requests = Requests(engine, config.sampling)
     samples = prompts.samples(config.samples_per_prompt)
     digests = {sample.name: requests.source_digest(sample.prompt) for sample in samples}
-    return JobHere({**must, **job_fields(config)}, recorded, surface.stop_rules(engine), digests)
+    stop = Unresumable(config.rollout_checkpointing.unresumable).rules(surface.stop_rules(engine))
+    return JobHere({**must, **job_fields(config)}, recorded, stop, digests)

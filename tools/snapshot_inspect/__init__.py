@@ -4,6 +4,7 @@ Only `doctor --probe` writes, scratch objects that belong to no store. Arrow is 
 
     places      from an address to a store, or to the stores of a folder
     survey      the log: slots, snapshots, ids as people type them
+    ahead       the slots of a long log, several requests at a time
     newest      what a restore would take, by the log alone or checked
     calls       the calls of one snapshot and their tokens
     verify      everything that a snapshot needs: lineages, segments, collected, leftovers are its parts

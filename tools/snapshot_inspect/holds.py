@@ -57,7 +57,7 @@ def owners_of(store: ObjectStore, at: Position) -> tuple[list[Owner], list[Unrea
     """Every epoch that can be read, oldest first."""
     owners: dict[int, Owner] = {}
     unreadable: list[Unreadable] = []
-    for found in walk(store, at.top):
+    for found in walk(store, at.top, whole=True):
         if isinstance(found, Unreadable):
             unreadable.append(found)
         else:

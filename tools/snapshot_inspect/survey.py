@@ -28,8 +28,9 @@ from recovery.errors import (
 )
 from recovery.log import Slot
 from recovery.ports import ObjectStore
-from recovery.slots import Read, find_tail, listed_tail, read_slot, slot_exists
+from recovery.slots import Read, find_tail, listed_tail, slot_exists
 from recovery.snapshots import Snapshot
+from snapshot_inspect.ahead import Slots
 from snapshot_inspect.places import in_the_way
 from storage_backends.keys import is_key
 
@@ -138,28 +139,32 @@ def _hint(store: ObjectStore, tail: int) -> Hint:
     return Hint("current" if is_key(key) and _exists(store, said) else "dangling", said)
 
 
-def walk(store: ObjectStore, top: int) -> Iterator[Found]:
-    """Slots from `top` down to 1 (invariant 1); slots that are missing in a row are one entry, the lowest of them."""
+def walk(store: ObjectStore, top: int, *, whole: bool = False) -> Iterator[Found]:
+    """Slots from `top` down to 1 (invariant 1); slots that are missing in a row are one entry, the lowest of them.
+
+    `whole`: all of them are wanted, so that a long log is asked for ahead.
+    """
     later: Slot | None = None
     seq = top
-    while seq > 0:
-        try:
-            read = read_slot(store, seq)
-            if read is not None and later is not None:
-                log.check_successor(read.slot, read.data, later)
-            if read is not None and seq == 1:
-                log.check_first(read.slot)
-        except (Damaged, FormatNotUnderstood) as error:
-            later = None
-            yield Unreadable(seq, error)
-        else:
-            later = None if read is None else read.slot
-            if read is not None:
-                yield read
+    with Slots(store, top, ahead=whole) as slots:
+        while seq > 0:
+            try:
+                read = slots.read(seq)
+                if read is not None and later is not None:
+                    log.check_successor(read.slot, read.data, later)
+                if read is not None and seq == 1:
+                    log.check_first(read.slot)
+            except (Damaged, FormatNotUnderstood) as error:
+                later = None
+                yield Unreadable(seq, error)
             else:
-                last, seq = seq, _next_below(store, seq) + 1
-                yield Unreadable(seq, _missing(seq, last))
-        seq -= 1
+                later = None if read is None else read.slot
+                if read is not None:
+                    yield read
+                else:
+                    last, seq = seq, _next_below(store, seq) + 1
+                    yield Unreadable(seq, _missing(seq, last))
+            seq -= 1
 
 
 def _next_below(store: ObjectStore, seq: int) -> int:
@@ -172,9 +177,9 @@ def _missing(first: int, last: int, beyond: str = "") -> ObjectMissing:
     return ObjectMissing(f"log {which} missing{beyond}", hint=_PUT_BACK)
 
 
-def snapshots(store: ObjectStore, top: int) -> Iterator[Snapshot | Unreadable]:
+def snapshots(store: ObjectStore, top: int, *, whole: bool = False) -> Iterator[Snapshot | Unreadable]:
     """Snapshots, newest first, and every slot that cannot be used."""
-    for found in walk(store, top):
+    for found in walk(store, top, whole=whole):
         if isinstance(found, Unreadable):
             yield found
         elif found.slot.kind == "snapshot":

@@ -48,7 +48,7 @@ def list_(args: Namespace, now: float) -> Answer:
     ledger_keys = {item.key for item in place.store.list("ledger/")}
     found: list[Snapshot | Unreadable] = [] if at.blocked is None else [at.blocked]
     n = 0
-    for item in snapshots(place.store, at.top):
+    for item in snapshots(place.store, at.top, whole=args.last is None):
         found.append(item)
         n += isinstance(item, Snapshot)
         if n == args.last:

@@ -148,7 +148,7 @@ class _Work:
     def read_log(self) -> None:
         if (blocked := self._at.blocked) is not None:
             self._log.append(Problem.of(slot_key(blocked.seq), blocked.error))
-        for found in walk(self._store, self._at.top):
+        for found in walk(self._store, self._at.top, whole=True):
             if isinstance(found, Unreadable):
                 self._log.append(Problem.of(slot_key(found.seq), found.error))
             else:

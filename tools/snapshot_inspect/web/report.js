@@ -30,6 +30,8 @@ function span(seconds) {
 const utc = (text) => (text === null ? "unknown" : `${text.slice(0, 10)} ${text.slice(11, 19)} UTC`);
 const versionName = (i) => `${data.versions[i].lineage}/${data.versions[i].number}`;
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const mostLag = Math.max(1, ...data.versions.map((v) => v.lag));
+const lagColour = (lag) => `hsl(${150 - (140 * lag) / mostLag} 52% 48%)`;
 const versionColour = (i) => `hsl(${(205 + i * 47) % 360} 55% 52%)`;
 
 function svg(parent, tag, attributes, text) {
@@ -252,7 +254,7 @@ function drawLanes() {
     pen.fillStyle = waiting;
     pen.fillRect(x(call.begin_s), y + tall / 2 - 0.75, Math.max(1, x(until) - x(call.begin_s)), 1.5);
     for (const [begin, stop, , kind, version] of call.runs) {
-      pen.fillStyle = state.colour === "kind" ? colours[kind] : versionColour(version);
+      pen.fillStyle = state.colour === "kind" ? colours[kind] : runColour(version);
       pen.fillRect(x(begin), y, Math.max(1.5, x(stop) - x(begin)), tall);
     }
     if (call.state === "ended") { pen.fillStyle = ink; pen.fillRect(x(call.end_s), y - 0.5, 1.5, tall + 1); }
@@ -266,10 +268,14 @@ function drawLanes() {
   axis.setAttribute("viewBox", `0 0 ${width} 22`);
   ticks(axis, x, 15, width);
   byId("axis").replaceChildren(axis);
-  legend(byId("calls-legend"), state.colour === "kind"
-    ? [["new", "var(--new)"], ["reused: survived a kill", "var(--reused)"], ["generated again", "var(--regenerated)"], ["waiting", "var(--waiting)"], ["kill", "var(--kill)"]]
-    : data.versions.slice(0, 12).map((v, i) => [versionName(i), versionColour(i)]));
+  legend(byId("calls-legend"), LEGENDS[state.colour]());
 }
+const runColour = (version) => (state.colour === "lag" ? lagColour(data.versions[version].lag) : versionColour(version));
+const LEGENDS = {
+  kind: () => [["new", "var(--new)"], ["reused: survived a kill", "var(--reused)"], ["generated again", "var(--regenerated)"], ["waiting", "var(--waiting)"], ["kill", "var(--kill)"]],
+  version: () => data.versions.slice(0, 12).map((v, i) => [versionName(i), versionColour(i)]),
+  lag: () => [...new Set(data.versions.map((v) => v.lag))].sort((a, b) => a - b).slice(0, 12).map((lag) => [`lag ${lag}`, lagColour(lag)]),
+};
 const laneX = (width) => (s) => labels + 6 + (width - labels - 24) * place(s);
 function callAt(event) {
   const y = event.clientY - canvas.getBoundingClientRect().top;
@@ -352,7 +358,7 @@ function begin() {
   const asked = new URLSearchParams(location.hash.slice(1));
   state.query = asked.get("q") ?? "";
   if (COMPARE[asked.get("order")]) state.order = asked.get("order");
-  if (asked.get("colour") === "version") state.colour = "version";
+  if (LEGENDS[asked.get("colour")]) state.colour = asked.get("colour");
   byId("search").value = state.query;
   byId("order").value = state.order;
   byId("colour").value = state.colour;
