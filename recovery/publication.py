@@ -29,7 +29,7 @@ from recovery.pins import Pinned
 from recovery.ports import Entropy, LedgerCodec, ObjectStore, SegmentCodec
 from recovery.retention import Retention
 from recovery.slots import SlotLog
-from recovery.snapshots import LedgerWriter, ObjectRef, PendingLedger, get_object, put_object
+from recovery.snapshots import LedgerWriter, Loaded, ObjectRef, PendingLedger, get_object, put_object
 from recovery.staging import Staged, coordinates_of
 
 StoreAgain = Callable[[Staged], Staged | None]
@@ -78,6 +78,26 @@ class Publication:
         self._states: dict[str, ObjectRef] = {}
         self._chain: list[str] = []
         self._reached: set[str] = set()
+
+    @classmethod
+    def on_top_of(
+        cls,
+        store: ObjectStore,
+        segments: SegmentCodec,
+        ledgers: LedgerCodec,
+        entropy: Entropy,
+        log: SlotLog,
+        loaded: Loaded | None,
+        *,
+        keep_latest_k: int,
+    ) -> Publication:
+        """Publishes on top of a snapshot of this store that was loaded, or of nothing."""
+        ledger = loaded.ledger if loaded is not None else Ledger()
+        publication = cls(store, segments, ledgers, entropy, log, ledger, keep_latest_k=keep_latest_k)
+        if loaded is not None:
+            publication.writer.adopt(loaded.objects)
+            publication.start_from([item.ref.key for item in loaded.objects], loaded.snapshot.states)
+        return publication
 
     def start_from(self, chain: list[str], states: Mapping[str, ObjectRef]) -> None:
         """The keys of the ledger objects and states that the restored snapshot already has."""
@@ -153,14 +173,34 @@ class Publication:
         if coordinates_of(records, info.key) != staged.coordinates:
             raise DigestMismatch(f"{info.key} does not hold the records that were written")
 
-    def publish(self, draft: Draft, *, cause: str, fingerprint: str, restored_from: int | None) -> Slot:
-        """The commit point. Raises Fenced, OutcomeUnknown or another Retry; then nothing was acknowledged."""
-        slot = self.publish_as(None, draft, cause=cause, fingerprint=fingerprint, restored_from=restored_from)
+    def publish(
+        self,
+        draft: Draft,
+        *,
+        cause: str,
+        fingerprint: str,
+        restored_from: int | None,
+        origin: Mapping[str, Any] | None = None,
+    ) -> Slot:
+        """The commit point. Raises Fenced, OutcomeUnknown or another Retry; then nothing was acknowledged.
+
+        `origin`: where the snapshot was taken, if that was in another store (origin.py).
+        """
+        slot = self.publish_as(
+            None, draft, cause=cause, fingerprint=fingerprint, restored_from=restored_from, origin=origin
+        )
         assert slot is not None
         return slot
 
     def publish_as(
-        self, seq: int | None, draft: Draft, *, cause: str, fingerprint: str, restored_from: int | None
+        self,
+        seq: int | None,
+        draft: Draft,
+        *,
+        cause: str,
+        fingerprint: str,
+        restored_from: int | None,
+        origin: Mapping[str, Any] | None = None,
     ) -> Slot | None:
         """The same as slot `seq` or not at all: None if another slot has that number."""
         body = {
@@ -172,6 +212,7 @@ class Publication:
             "states": {name: ref.as_json() for name, ref in draft.states.items()},
             "counts": asdict(self.ledger.counts()),
             "bytes_written": draft.nbytes,
+            **({} if origin is None else {"origin": dict(origin)}),
         }
         slot = self.log.append_if("snapshot", lambda: body if seq in (None, self.log.tail + 1) else None)
         if slot is not None:

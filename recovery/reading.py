@@ -24,6 +24,7 @@ from recovery.layout import SEGMENTS
 from recovery.ledger import Entry, Ledger
 from recovery.model import (
     Array,
+    BoolArray,
     CallId,
     Chunk,
     ChunkRef,
@@ -65,6 +66,7 @@ class Transcript:
     logprobs: Float32Array
     version_spans: tuple[tuple[int, int, PolicyVersion], ...]
     columns: Mapping[str, tuple[ColumnRun, ...]]
+    mask: BoolArray
 
 
 def read_segment(store: ObjectStore, codec: SegmentCodec, info: SegmentInfo) -> list[Record]:
@@ -122,6 +124,7 @@ def assemble(request: Request, chunks: list[Chunk], *, columns: bool = True) -> 
         logprobs=np.concatenate(lps) if lps else np.zeros(0, np.float32),
         version_spans=tuple(spans),
         columns=_joined_columns(chunks) if columns else {},
+        mask=np.concatenate([chunk.mask for chunk in chunks]) if chunks else np.zeros(0, np.bool_),
     )
 
 

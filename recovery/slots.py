@@ -180,15 +180,20 @@ class SlotLog:
     def tail(self) -> int:
         return self._tail
 
-    def claim(self) -> int:
-        """Take the next epoch; every coordinator of a lower one is fenced from here on. Returns the epoch."""
-        self._tail = find_tail(self._store, trust_hint=False)
+    def claim(self, body: Mapping[str, Any] | None = None, *, follows: int | None = None) -> int:
+        """Take the next epoch; every coordinator of a lower one is fenced from here on. Returns the epoch.
+
+        With `follows` only right behind that slot: if the log has gone on, this one is Fenced, and nobody else.
+        """
+        self._tail = find_tail(self._store, trust_hint=False) if follows is None else follows
         while True:
             epoch, self._prev = self._last()
-            outcome, found = self._create(self._slot("epoch", epoch + 1, {}))
+            outcome, found = self._create(self._slot("epoch", epoch + 1, body or {}))
             if outcome is Outcome.COMMITTED:
                 self.epoch = epoch + 1
                 return self.epoch
+            if follows is not None:
+                raise self._fence(found.slot)
             self._tail = found.slot.seq
 
     def join(self) -> None:

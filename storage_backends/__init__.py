@@ -26,14 +26,16 @@ __all__ = ["open_store"]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _LOST_SLASH = re.compile(r"(file|memory|s3|s3a|gs|gcs|az|abfs|abfss|hdfs|http|https):", re.IGNORECASE)
 _SUPPORTED = "stores lie in a folder (a path, or file:///a/path), in a bucket (s3://bucket/prefix), or in memory://name"
+_FIRST_IMPORT = "make a store of it first: snapshot-inspect import FILE STORE"
 
 
 def open_store(url: str | os.PathLike[str], *, create: bool = False, **options: Any) -> ObjectStore:
     """The store at `url`: a path or `file://` on this machine, `s3://bucket/prefix`, `memory://name` in this process.
 
-    With `create` a missing local folder is made, and what crashed writers left unfinished is swept; a bucket, which is
-    never made, is tried for atomic create. Without `create` a folder that is not there is NoStore, and nothing is sent
-    to a bucket before the first verb. `options` are those of a store on S3 (s3_options.S3Options, docs/s3.md).
+    A portable file (archive.py) at a path is a store that can only be read. With `create` a missing local folder is
+    made, and what crashed writers left unfinished is swept; a bucket, which is never made, is tried for atomic create.
+    Without `create` a folder that is not there is NoStore, and nothing is sent to a bucket before the first verb.
+    `options` are those of a store on S3 (s3_options.S3Options, docs/s3.md).
     """
     text = os.fspath(url)
     if not text or "\0" in text:
@@ -74,9 +76,14 @@ def _path_of(url: str, rest: str) -> str:
 
 
 def _local(path: str, create: bool) -> ObjectStore:
+    from storage_backends.archive import ArchiveStore, is_archive
     from storage_backends.roots import open_local
 
-    return open_local(path, create=create)
+    if not is_archive(path):
+        return open_local(path, create=create)
+    if create:
+        raise ConfigError(f"{path} is a portable file, not a store that can be written", hint=_FIRST_IMPORT)
+    return ArchiveStore(path)
 
 
 def _s3(url: str, create: bool, options: dict[str, Any]) -> ObjectStore:

@@ -167,13 +167,23 @@ def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(found == wanted)
 
 
-def read_batches(data: bytes, parts: Parts, rows_max: int, what: str) -> Iterator[pa.RecordBatch]:
-    """The batches of a file, each validated. None is read before all were measured."""
+def read_batches(
+    data: bytes, parts: Parts, rows_max: int, what: str, nbytes_max: int | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The batches of a file, each validated. None is read before all were measured.
+
+    `nbytes_max`: what all of them may claim to become together.
+    """
+    claimed = 0
     for frame in parts.batches:
         try:
-            _check_batch(_shape(data, frame), rows_max)
+            shape = _shape(data, frame)
+            _check_batch(shape, rows_max)
         except _MANGLED as error:
             raise Damaged(f"{what} has a batch at byte {frame.offset} that cannot be read: {error}") from error
+        claimed += shape.nbytes
+    if nbytes_max is not None and claimed > nbytes_max:
+        raise Damaged(f"{what} claims {claimed} bytes in {len(data)}; at most {nbytes_max} are allowed")
     # The messages of a file are those of a stream; read as such, they are exactly the ones measured (invariant 1).
     stream = pa.py_buffer(data).slice(parts.schema.offset)
     try:

@@ -28,6 +28,10 @@ ROWS_PER_BATCH = 1 << 14
 CHUNKS_PER_BATCH = 1 << 20
 """A batch is closed when it lists this many chunks; one row is never divided."""
 
+NBYTES_ALWAYS, RATIO_MAX = 64 << 20, 64
+"""A ledger object may decompress to NBYTES_ALWAYS, and to more only in this proportion to its own length: what it holds
+most of are digests, which nothing compresses."""
+
 _CHUNK_FIELDS = [
     pa.field("segment", pa.uint32(), nullable=False),
     pa.field("index", pa.uint32(), nullable=False),
@@ -74,7 +78,8 @@ class ArrowLedgerCodec:
         keys = _segment_keys(header, what)
         ledger_texts.check_header(header, what)
         rows: list[LedgerRow] = []
-        for batch in arrow_file.read_batches(data, parts, ROWS_PER_BATCH, what):
+        nbytes_max = NBYTES_ALWAYS + RATIO_MAX * len(data)
+        for batch in arrow_file.read_batches(data, parts, ROWS_PER_BATCH, what, nbytes_max):
             rows += _from_batch(batch, keys, what)
         if len({row.call_id for row in rows}) != len(rows):
             raise Damaged(f"{what} has two rows for one call")

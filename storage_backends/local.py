@@ -20,7 +20,6 @@ Source of the recipe: link(2) as the exclusive create that also holds on NFS; fs
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from recovery.errors import ObjectMissing, OutcomeUnknown, StoreUnavailable
 from recovery.ports import Listed, Put
 from storage_backends import temporaries
 from storage_backends.keys import KEY_BYTES_MAX, TEMPORARY, check_key, check_prefix, check_range
-from storage_backends.posix import link_new, told
+from storage_backends.posix import link_new, told, write_all
 from storage_backends.tree import Tree
 
 _Listing = list[Listed]
@@ -151,7 +150,7 @@ class LocalStore:
             try:
                 fd = os.open(name, _NEW_FILE, 0o666, dir_fd=folder)
                 try:
-                    _write(fd, data)
+                    write_all(fd, data)
                     os.fsync(fd)
                 except BaseException:
                     with suppress(OSError):
@@ -162,16 +161,6 @@ class LocalStore:
             finally:
                 with suppress(OSError):
                     os.unlink(name, dir_fd=folder)
-
-
-def _write(fd: int, data: bytes) -> None:
-    """All of `data`: one write may take less than it was given."""
-    rest = memoryview(data)
-    while rest:
-        n = os.write(fd, rest)
-        if n <= 0:
-            raise OSError(errno.EIO, "a write took no bytes")
-        rest = rest[n:]
 
 
 def _sync_named(fd: int, path: str) -> None:

@@ -1,6 +1,7 @@
 """What the operating system says, in this project's words; and the one atomic step of the local store.
 
-Owns: the meaning of each errno, and putting a finished file under its final name if that name is free.
+Owns: the meaning of each errno, writing all of some bytes, and putting a finished file under its final name if that is
+free.
 Does not know: keys, temporary files' names, in which order a store does things.
 
 Invariants:
@@ -87,6 +88,16 @@ def told(doing: str, path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise translate(error, doing, path) from error
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """All of `data`: one write may take less than it was given."""
+    rest = memoryview(data)
+    while rest:
+        n = os.write(fd, rest)
+        if n <= 0:
+            raise OSError(errno.EIO, "a write took no bytes")
+        rest = rest[n:]
 
 
 def link_new(src_fd: int, src: str, dst_fd: int, dst: str) -> Put:

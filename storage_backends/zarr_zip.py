@@ -1,41 +1,30 @@
 """Zip files of one exact shape: stored entries one after the other, then the directory that follows from them.
 
-Owns: writing such a file; taking it, or any run of its entries, apart again with every byte accounted for.
-Does not know: which entries there are, Zarr.
+Owns: writing such a file in memory; taking it, or any run of its entries, apart again with every byte accounted for.
+Does not know: which entries there are, Zarr, the bytes of headers and directory (zip_shape.py).
 
 Invariants:
-1. The same entries give the same bytes: nothing is compressed, every date is 1980-01-01, there are no extra fields.
+1. The same entries give the same bytes (zip_shape.py); no position is so large that there are extra fields.
 2. Only what `write` writes is read: an entry whose header is not the one that its name and data give, or a directory
    that is not the one that the entries give, is Damaged. So there are no hidden, doubled or overlapping entries.
 3. Nothing is copied or allocated in proportion to a number that was read.
 4. An entry has no other place than its name: nothing is ever extracted to a file system.
-
-Source of the layout: PKWARE APPNOTE 6.3.10, sections 4.3.7, 4.3.12 and 4.3.14 to 4.3.16.
 """
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from recovery.errors import Damaged, DigestMismatch
+from storage_backends import zip_shape
+from storage_backends.zip_shape import LOCAL, MAGIC, Located
 
 FILE_BYTES_MAX = (1 << 32) - 2
 """A position of 2**32 - 1 would stand for one that is written elsewhere."""
 
 NAME_BYTES_MAX = 255
-MAGIC = b"PK\x03\x04"
-
-_LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END = struct.Struct("<4s4H2IH")
-_END_64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR_64 = struct.Struct("<4sIQI")
-_NEEDS, _STORED, _TIME, _DATE = 20, 0, 0, 0x21
-_MANY = 0xFFFF
-"""So many entries, and more, are counted in a record of their own."""
 
 
 class Entry(NamedTuple):
@@ -48,7 +37,7 @@ class Entry(NamedTuple):
 
     @property
     def stop(self) -> int:
-        return self.offset + _LOCAL.size + len(self.name) + len(self.data)
+        return self.offset + LOCAL.size + len(self.name) + len(self.data)
 
 
 def write(named: Iterable[tuple[str, bytes]]) -> tuple[bytes, list[Entry]]:
@@ -100,14 +89,14 @@ def _entries(data: bytes, what: str) -> list[Entry]:
 
 
 def _entry(view: memoryview, at: int, what: str) -> Entry:
-    if at + _LOCAL.size > len(view):
+    if at + LOCAL.size > len(view):
         raise Damaged(f"{what} ends inside the header of an entry")
-    *_, crc32, nbytes, _, name_nbytes, _ = _LOCAL.unpack_from(view, at)
-    first = at + _LOCAL.size + name_nbytes
+    *_, crc32, nbytes, _, name_nbytes, _ = LOCAL.unpack_from(view, at)
+    first = at + LOCAL.size + name_nbytes
     if name_nbytes > NAME_BYTES_MAX or first + nbytes > len(view):
         raise Damaged(f"{what}: the entry at byte {at} is longer than the file")
     try:
-        name = str(view[at + _LOCAL.size : first], "ascii")
+        name = str(view[at + LOCAL.size : first], "ascii")
     except UnicodeDecodeError as error:
         raise Damaged(f"{what}: the entry at byte {at} has no readable name") from error
     entry = Entry(name, at, crc32, view[first : first + nbytes])
@@ -119,27 +108,8 @@ def _entry(view: memoryview, at: int, what: str) -> Entry:
 
 
 def _header(entry: Entry) -> bytes:
-    nbytes, name = len(entry.data), entry.name.encode("ascii")
-    fixed = _LOCAL.pack(MAGIC, _NEEDS, 0, _STORED, _TIME, _DATE, entry.crc32, nbytes, nbytes, len(name), 0)
-    return fixed + name
+    return zip_shape.header(entry.name, entry.crc32, len(entry.data))
 
 
 def _directory(entries: Sequence[Entry]) -> bytes:
-    """Everything that follows the entries of a file."""
-    parts: list[bytes] = []
-    for entry in entries:
-        nbytes, name = len(entry.data), entry.name.encode("ascii")
-        sizes = (entry.crc32, nbytes, nbytes, len(name))
-        made = _CENTRAL.pack(
-            b"PK\x01\x02", _NEEDS, _NEEDS, 0, _STORED, _TIME, _DATE, *sizes, 0, 0, 0, 0, 0, entry.offset
-        )
-        parts += [made, name]
-    begin = entries[-1].stop if entries else 0
-    count, nbytes = len(entries), sum(map(len, parts))
-    if count >= _MANY:
-        rest = _END_64.size - 12
-        parts.append(_END_64.pack(b"PK\x06\x06", rest, _NEEDS, _NEEDS, 0, 0, count, count, nbytes, begin))
-        parts.append(_LOCATOR_64.pack(b"PK\x06\x07", 0, begin + nbytes, 1))
-    told = min(count, _MANY)
-    parts.append(_END.pack(b"PK\x05\x06", 0, 0, told, told, nbytes, begin, 0))
-    return b"".join(parts)
+    return zip_shape.directory([Located(e.name, e.offset, e.crc32, len(e.data)) for e in entries])

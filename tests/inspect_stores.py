@@ -24,7 +24,6 @@ from recovery.calls import CallTable, LiveCall
 from recovery.codec import call_id, fingerprint, request_digest
 from recovery.coordinator import Coordinator
 from recovery.errors import RecoveryError
-from recovery.ledger import Ledger
 from recovery.model import PolicyVersion, Request
 from recovery.ports import ObjectStore
 from recovery.publication import Publication
@@ -71,12 +70,9 @@ class Job:
         log = SlotLog(store, self.clock, entropy, f"host-a pid {life}")
         log.claim()
         chosen = choose(store, segments, ledgers, log.tail, "auto", must)
-        ledger = chosen.loaded.ledger if chosen.loaded else Ledger()
-        self.publication = Publication(store, segments, ledgers, entropy, log, ledger, keep_latest_k=keep)
-        if chosen.loaded:
-            self.publication.writer.adopt(chosen.loaded.objects)
-            keys = [item.ref.key for item in chosen.loaded.objects]
-            self.publication.start_from(keys, chosen.loaded.snapshot.states)
+        self.publication = Publication.on_top_of(
+            store, segments, ledgers, entropy, log, chosen.loaded, keep_latest_k=keep
+        )
         self.restored = restore(
             self.publication,
             store,
@@ -161,6 +157,11 @@ def say(call: LiveCall, *tokens: int, version: PolicyVersion = A0, logprobs: Seq
 def empty(store: ObjectStore) -> None:
     """Only the format mark."""
     make_root(store, SeededEntropy("life 1"))
+
+
+def empty_snapshot(store: ObjectStore) -> Job:
+    """A restore's first snapshot of nothing."""
+    return Job(store)
 
 
 def one_snapshot(store: ObjectStore, codec: CodecName = "arrow") -> Job:
@@ -272,6 +273,12 @@ def on_disk(folder: Path, objects: Mapping[str, bytes]) -> LocalStore:
         (folder / key).parent.mkdir(parents=True, exist_ok=True)
         (folder / key).write_bytes(data)
     return LocalStore(folder)
+
+
+def with_newer(store: ObjectStore) -> None:
+    """A store of a newer format, as far as anybody can see."""
+    several(store).close()
+    replace(store, "format.json", store.get("format.json").replace(b'"version":1', b'"version":2'))
 
 
 def with_newer_ledger(store: ObjectStore) -> MemoryStore:

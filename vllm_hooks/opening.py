@@ -23,8 +23,8 @@ from typing import Any
 from recovery.codec import canonical_json, fingerprint
 from recovery.config import CheckpointingConfig
 from recovery.errors import Damaged
-from recovery.ledger import Ledger
 from recovery.log import Slot
+from recovery.origin import refuse_unfinished_import
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
 from recovery.restore import (
@@ -108,11 +108,9 @@ def open_store_for(
     log.claim()
     restored_from = watched(store, log.tail, reading)
     chosen = choose(restored_from, segments, ledgers, log.tail, config.restore, must, compatible)
-    ledger = chosen.loaded.ledger if chosen.loaded else Ledger()
-    publication = Publication(store, segments, ledgers, entropy, log, ledger, keep_latest_k=config.keep_latest_k)
-    if chosen.loaded:
-        publication.writer.adopt(chosen.loaded.objects)
-        publication.start_from([item.ref.key for item in chosen.loaded.objects], chosen.loaded.snapshot.states)
+    publication = Publication.on_top_of(
+        store, segments, ledgers, entropy, log, chosen.loaded, keep_latest_k=config.keep_latest_k
+    )
     # What a participant left there stays until it is there again to say what it has now.
     states = {**(chosen.loaded.states if chosen.loaded else {}), "job": compatibility_record(must, recorded)}
     changed = recorded_differences(chosen.loaded.states.get("job", b"{}"), recorded) if chosen.loaded else []
@@ -137,10 +135,12 @@ def open_store_for(
 def refuse_foreign(store: ObjectStore, ledgers: LedgerCodec, must: Mapping[str, Any], choice: Choice) -> None:
     """Raise FingerprintMismatch before anything is claimed, if no snapshot of the store belongs to this job.
 
-    A job that was started with the wrong model by mistake must not fence the one that the store belongs to.
+    A job that was started with the wrong model by mistake must not fence the one that the store belongs to. One that
+    was started on an import that was not finished must not begin anew in silence: NothingPublished.
     """
     if choice == "never":
         return
+    refuse_unfinished_import(store)
     newest: Slot | None = None
     for read in walk_back(store, find_tail(store)):
         if isinstance(read, Read) and read.slot.kind == "snapshot":

@@ -17,7 +17,7 @@ from recovery.errors import ConfigError, Damaged, FormatNotUnderstood
 from recovery.ledger import Entry, Ledger
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.reading import Transcript, read_transcripts
-from recovery.snapshots import Snapshot, read_ledger_objects
+from recovery.snapshots import Loaded, Snapshot, load, read_ledger_objects
 
 _CALL_ID = re.compile(r"[0-9a-f]{1,32}")
 _NUMBERS = re.compile(r"(\d+)")
@@ -38,6 +38,14 @@ def read_ledger(store: ObjectStore, codec: LedgerCodec, snapshot: Snapshot) -> L
     try:
         objects = read_ledger_objects(store, codec, snapshot.ledger)
         return Ledger.from_objects((item.header, item.rows) for item in objects)
+    except (Damaged, FormatNotUnderstood) as error:
+        raise _of_snapshot(snapshot.id, error) from error
+
+
+def load_whole(store: ObjectStore, codec: LedgerCodec, snapshot: Snapshot) -> Loaded:
+    """Ledger and states of a snapshot. Raises Damaged, saying which snapshot and what to type next."""
+    try:
+        return load(store, codec, snapshot)
     except (Damaged, FormatNotUnderstood) as error:
         raise _of_snapshot(snapshot.id, error) from error
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from recovery.errors import RecoveryError
-from snapshot_inspect import completion, documents, job_verbs, verbs, views
+from snapshot_inspect import completion, documents, export, importing, job_verbs, verbs, views
 from snapshot_inspect.newest import newest
 from snapshot_inspect.places import open_place
 from snapshot_inspect.render import Screen
@@ -50,12 +50,19 @@ EXAMPLES = (
         "the job's life: figures, and a page with its timeline",
     ),
     ("doctor", "snapshot-inspect doctor runs/17 --probe", "permissions, clock, format; what the place guarantees"),
+    ("export", "snapshot-inspect export runs/17 run-17.zip", "one snapshot as one file, or as JSON lines"),
+    ("import", "snapshot-inspect import run-17.zip s3://bucket/run-17", "a new store out of an exported file"),
 )
 
-_STORE = "the store's folder, its address (s3://bucket/run), or the config of its job"
+_ABOUT = (
+    "Look into the store of a rollout job. A running job is not disturbed, and nothing is written but by import, and "
+    "by doctor with --probe."
+)
+_STORE = "the store's folder, its address (s3://bucket/run), the config of its job, or a portable file"
+_NEW_STORE = "where the store is made: a folder, an address, or a job's config; nothing may be there yet"
 _ID = "`latest`, a snapshot's number, or the digits that only one number begins with (default: latest)"
 _CODES = (
-    "exit codes: 0 fine, 1 problem found, 2 usage, 3 partly done, 10 no store there, 12 no permission, "
+    "exit codes: 0 fine, 1 problem found, 2 usage, 3 partly done, 10 no store there, 11 fenced, 12 no permission, "
     "13 format not understood, 14 nothing published, 15 belongs to another job, 20 store cannot be reached, "
     "130 interrupted"
 )
@@ -64,13 +71,13 @@ _CODES = (
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="snapshot-inspect",
-        description="Look into the store of a rollout job. Nothing is written, and a running job is not disturbed.",
+        description=_ABOUT,
         epilog=_CODES,
         allow_abbrev=False,
     )
     sub = top.add_subparsers(dest="verb", metavar="VERB", required=True)
 
-    def add(name: str, verb: Verb, *examples: str) -> argparse.ArgumentParser:
+    def add(name: str, verb: Verb, *examples: str, file: str = "") -> argparse.ArgumentParser:
         _, example, purpose = next(item for item in EXAMPLES if item[0] == name)
         added = sub.add_parser(
             name,
@@ -81,7 +88,9 @@ def parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         added.set_defaults(run=verb)
-        added.add_argument("store", metavar="STORE", help=_STORE)
+        if file:
+            added.add_argument("file", metavar="FILE", help=file)
+        added.add_argument("store", metavar="STORE", help=_NEW_STORE if file else _STORE)
         added.add_argument("--json", action="store_true", help="one JSON document, or one object a line")
         return added
 
@@ -118,8 +127,43 @@ def parser() -> argparse.ArgumentParser:
     )
     one = add("doctor", job_verbs.doctor_, "snapshot-inspect doctor s3://bucket/new-run --probe")
     one.add_argument("--probe", action="store_true", help="write scratch objects, time them, and remove them again")
+    _add_portable(add)
     completion.add_verb(sub, top.prog).set_defaults(run=_completion, store="", json=False)
     return top
+
+
+def _add_portable(add: Callable[..., argparse.ArgumentParser]) -> None:
+    one = add(
+        "export",
+        export.export,
+        "snapshot-inspect export s3://bucket/run-17 8 run-17-8.zip --codec zarr",
+        "snapshot-inspect export runs/17 --jsonl calls.jsonl --tokenizer models/smollm2",
+        "snapshot-inspect export runs/17 --jsonl - | jq .rollout",
+    )
+    one.add_argument(
+        "words", metavar="[ID] FILE", nargs="*", help="the snapshot (default: latest), and the file to make"
+    )
+    one.add_argument(
+        "--codec", choices=("arrow", "zarr"), help="encoding of the segments in it (default: the newest's)"
+    )
+    one.add_argument("--adopt", action="store_true", help="add what was flushed since, as a restore would")
+    one.add_argument("--jsonl", metavar="FILE", help="write JSON lines instead, one call a line; - is stdout")
+    one.add_argument(
+        "--tokenizer", metavar="DIR", help="with --jsonl: the folder of a tokenizer.json, for text as well"
+    )
+    one.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    one = add(
+        "import",
+        importing.import_,
+        "snapshot-inspect import run-17.zip runs/18 --codec arrow",
+        file="a portable file, as `export` makes it",
+    )
+    one.add_argument("--codec", choices=("arrow", "zarr"), help="encoding of the new segments (default: as in FILE)")
+    one.add_argument(
+        "--single-writer",
+        action="store_true",
+        help="for a server without atomic create: nothing else writes there, ever, and nothing is fenced",
+    )
 
 
 def _completion(args: argparse.Namespace, now: float) -> Answer:
@@ -152,16 +196,18 @@ def _main(argv: list[str]) -> int:
         return leaving.code if isinstance(leaving.code, int) else 2
     try:
         answer = args.run(args, time.time())
+        return _printed(answer, json=args.json or answer.always_json)
     except RecoveryError as error:
-        _say(error, args.store)
+        _say(error, args)
         return error.exit_code
-    return _printed(answer, json=args.json)
 
 
-def _say(error: RecoveryError, store: str) -> None:
+def _say(error: RecoveryError, args: argparse.Namespace) -> None:
     print(f"error: {printable(error.message)}", file=sys.stderr)
     if error.hint:
-        hint = error.hint.replace("STORE", shlex.quote(store))
+        hint = error.hint.replace("STORE", shlex.quote(args.store))
+        if "file" in args:
+            hint = hint.replace("FILE", shlex.quote(args.file))
         print(f"  {printable(hint)}", file=sys.stderr)
 
 
@@ -189,7 +235,7 @@ def _printed(answer: Answer, *, json: bool) -> int:
 
 def _front_page(screen: Screen) -> None:
     """What is shown without arguments: the verbs by example, and this folder's latest snapshot if it is a store."""
-    screen.line("Look into the store of a rollout job. Nothing is written, and a running job is not disturbed.")
+    screen.line(_ABOUT)
     screen.line()
     screen.facts([(example, purpose) for _, example, purpose in EXAMPLES])
     screen.line()

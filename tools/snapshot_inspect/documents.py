@@ -1,29 +1,26 @@
 """What was found, as the JSON documents of docs/schemas/.
 
-Owns: every field of every document.
+Owns: every field of every document but those about calls (call_documents.py).
 Does not know: files, terminals; how anything was found.
 
 Invariants:
 1. A document validates against its schema; fields are only ever added.
 2. What a log entry states is passed on only if it has the right type; else it is null.
-3. A float comes back bit for bit from its JSON form (arrays.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from recovery.errors import Damaged, FormatNotUnderstood, RecoveryError
-from recovery.ledger import Entry
+from recovery.ledger import Counts
 from recovery.log import Slot, slot_key
-from recovery.model import ENDED, Restarted, Restore, Resumed
+from recovery.origin import origin_of
 from recovery.ports import ObjectStore
 from recovery.snapshots import Snapshot, get_object
-from snapshot_inspect import arrays
-from snapshot_inspect.calls import Call
 from snapshot_inspect.findings import Finding
 from snapshot_inspect.newest import Adopted, Newest
 from snapshot_inspect.places import Place
@@ -56,7 +53,13 @@ def moment(utc: float, now: float) -> Document:
     return {"utc": text, "age_s": None if text is None else round(now - utc, 3)}
 
 
-def _counts(slot: Slot) -> Document:
+def counts(found: Counts) -> Document:
+    """Figures that were counted."""
+    return asdict(found)
+
+
+def counts_of(slot: Slot) -> Document:
+    """Figures as a log entry states them."""
     stated = slot.body.get("counts")
     return {name: _int(stated.get(name)) if isinstance(stated, dict) else None for name in COUNTS}
 
@@ -70,28 +73,22 @@ def snapshot_fields(slot: Slot, now: float) -> Document:
         "owner": slot.owner,
         "cause": _text(body.get("cause")),
         "restored_from": _int(body.get("restored_from")),
+        "origin": None if (taken := origin_of(slot)) is None else origin(taken),
         "fingerprint": _text(body.get("fingerprint")),
         "depth": _int(body.get("depth")),
         "bytes_written": _int(body.get("bytes_written")),
-        "counts": _counts(slot),
+        "counts": counts_of(slot),
     }
+
+
+def origin(taken: Mapping[str, Any]) -> Document:
+    """Where a snapshot was taken."""
+    return {**taken, "utc": utc_text(taken["utc"])}
 
 
 def _slot(slot: Slot, now: float) -> Document:
     at = moment(slot.utc, now)
     return {"seq": slot.seq, "kind": slot.kind, "epoch": slot.epoch, "owner": slot.owner, **at}
-
-
-def _history(history: Iterable[Restore]) -> list[Document]:
-    return [_restore(item) for item in history]
-
-
-def _restore(item: Restore) -> Document:
-    match item:
-        case Resumed():
-            return {"kind": "resume", "at": item.at, "snapshot": item.snapshot, "exactness": item.exactness}
-        case Restarted():
-            return {"kind": "restart", "at": item.at, "snapshot": item.snapshot, "reason": item.reason}
 
 
 def adoption(adopted: Adopted) -> Document:
@@ -141,7 +138,7 @@ def latest(place: Place, found: Newest, now: float) -> Document:
     return {
         "store": place.address,
         **snapshot_fields(found.snapshot.slot, now),
-        **({} if found.counts is None else {"counts": asdict(found.counts)}),
+        **({} if found.counts is None else {"counts": counts(found.counts)}),
         "tail": found.position.tail,
         "newer": [_slot(slot, now) for slot in found.newer],
         "passed_over": [
@@ -178,7 +175,7 @@ def show(place: Place, snapshot: Snapshot, newest_id: int, previous: Snapshot | 
         **document,
         "latest": newest_id,
         "previous": None if previous is None else previous.id,
-        "since_previous": None if previous is None else _difference(document["counts"], _counts(previous.slot)),
+        "since_previous": None if previous is None else _difference(document["counts"], counts_of(previous.slot)),
         "slot": {"key": slot_key(snapshot.id), "nonce": snapshot.slot.nonce, "prev": snapshot.slot.prev},
         "ledger": snapshot.ledger.as_json(),
         "states": [{"name": name, **ref.as_json()} for name, ref in sorted(snapshot.states.items())],
@@ -243,61 +240,4 @@ def _finding(finding: Finding) -> Document:
         "hint": problem.hint,
         "snapshots": finding.snapshots,
         "affected": [asdict(item) for item in problem.affected],
-    }
-
-
-def _call(entry: Entry, snapshot_id: int) -> Document:
-    finish_reason, stop_reason = entry.ended if entry.ended is not None else (None, None)
-    return {
-        "snapshot": snapshot_id,
-        "call_id": entry.call_id.hex(),
-        "rollout": entry.identity.rollout,
-        "turn": entry.identity.turn,
-        "attempt": entry.attempt,
-        "state": "ended" if entry.state == ENDED else "open",
-        "n_tokens": entry.n_tokens,
-        "finish_reason": finish_reason,
-        "stop_reason": stop_reason,
-        "restart_only": entry.identity.restart_only,
-    }
-
-
-def call_row(entry: Entry, snapshot_id: int) -> Document:
-    n_segments = len({entry.identity.opened.segment, *(chunk.at.segment for chunk in entry.chunks)})
-    sizes = {"n_chunks": len(entry.chunks), "n_segments": n_segments}
-    return {**_call(entry, snapshot_id), **sizes, "history": _history(entry.history)}
-
-
-def cat(place: Place, call: Call, texts: tuple[str, str] | None) -> Document:
-    """`texts`: prompt and generated text, if a tokenizer was given."""
-    entry, transcript = call.entry, call.transcript
-    request = transcript.request
-    prompt_text, text = texts if texts is not None else (None, None)
-    return {
-        "store": place.address,
-        **_call(entry, call.snapshot),
-        "source_digest": entry.identity.source_digest,
-        "request_digest": entry.identity.request_digest.hex(),
-        "prompt_token_ids": request.prompt_token_ids.tolist(),
-        "sampling": dict(request.sampling),
-        "extra": dict(request.extra),
-        "token_ids": transcript.token_ids.tolist(),
-        "logprobs": arrays.floats(transcript.logprobs.tolist()),
-        "version_spans": [
-            [start, end, version.lineage, version.number] for start, end, version in transcript.version_spans
-        ],
-        "columns": arrays.columns(transcript.columns),
-        "chunks": [
-            {
-                "start": chunk.start,
-                "stop": chunk.stop,
-                "segment": chunk.at.segment,
-                "index": chunk.at.index,
-                "digest": chunk.digest.hex(),
-            }
-            for chunk in entry.chunks
-        ],
-        "history": _history(entry.history),
-        "prompt_text": prompt_text,
-        "text": text,
     }

@@ -15,13 +15,13 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from recovery.errors import Damaged, FormatNotUnderstood
-from recovery.ledger import Ledger
-from recovery.model import BatchInfo, CallId, ChunkRef, Identity, LedgerRow, SegmentInfo
+from recovery.ledger import Entry, Ledger
+from recovery.model import BatchInfo, CallId, ChunkRef, Identity, LedgerRow, RecordRef, SegmentInfo
 from recovery.ports import LedgerCodec, ObjectStore
 from recovery.snapshots import MAX_DEPTH, LedgerObject, ObjectRef, Snapshot, get_object
 from snapshot_inspect.findings import INCONSISTENT, Problem
@@ -48,8 +48,24 @@ class Use:
     chunk: ChunkRef | None
 
     @property
+    def place(self) -> RecordRef:
+        return self.identity.opened if self.chunk is None else self.chunk.at
+
+    @property
     def index(self) -> int:
-        return self.identity.opened.index if self.chunk is None else self.chunk.at.index
+        return self.place.index
+
+
+def uses_of(entries: Iterable[Entry]) -> dict[str, list[Use]]:
+    """What these calls refer to, by segment, in the order of the records there."""
+    uses: dict[str, list[Use]] = defaultdict(list)
+    for entry in entries:
+        uses[entry.identity.opened.segment].append(Use(entry.call_id, entry.identity, None))
+        for chunk in entry.chunks:
+            uses[chunk.at.segment].append(Use(entry.call_id, entry.identity, chunk))
+    for found in uses.values():
+        found.sort(key=lambda use: use.index)
+    return uses
 
 
 @dataclass(slots=True)

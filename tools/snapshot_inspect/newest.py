@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from recovery import garbage
 from recovery.adoption import adopt
 from recovery.errors import CannotRestore, CredentialsRefused, Damaged, FormatNotUnderstood, RecoveryError
-from recovery.layout import SEGMENTS
+from recovery.layout import SEGMENTS, segment_position
 from recovery.ledger import Counts, Ledger
 from recovery.log import Slot
 from recovery.model import OPEN
 from recovery.ports import LedgerCodec, Listed, ObjectStore, Put, SegmentCodec
 from recovery.reading import missing_segments, read_transcripts
 from recovery.snapshots import Loaded, Snapshot, load
-from snapshot_inspect.statements import contradictions, job_problem, unsupported
+from snapshot_inspect.statements import contradicted, unsupported
 from snapshot_inspect.survey import Position, Unreadable, nothing_published, walk
 
 Codecs = tuple[SegmentCodec, LedgerCodec]
@@ -100,7 +100,7 @@ def newest(store: ObjectStore, at: Position, codecs: Codecs | None = None) -> Ne
                     problems = list(unsupported(store, snapshot, vouched=vouched))
                     return Newest(snapshot, at, newer[::-1], passed_over, vouched, problems)
                 loaded = check(store, codecs, snapshot, collected)
-                counts, problems = loaded.ledger.counts(), _contradicted(loaded)
+                counts, problems = loaded.ledger.counts(), contradicted(loaded)
                 adoption = _adoption(store, codecs[0], loaded, collected) if adopts else Adopted()
                 return Newest(snapshot, at, newer[::-1], passed_over, vouched, problems, adoption, counts)
         except CredentialsRefused:
@@ -110,24 +110,15 @@ def newest(store: ObjectStore, at: Position, codecs: Codecs | None = None) -> Ne
             passed_over.append(PassedOver(slot.seq, what, error))
         newer.append(slot)
         vouched = True
-    raise _none(passed_over)
+    raise _none(store, passed_over)
 
 
-def _contradicted(loaded: Loaded) -> list[str]:
-    """What a snapshot that was read says wrongly of itself. A restore does not look at that."""
-    snapshot, job = loaded.snapshot, loaded.states.get("job")
-    problems = list(contradictions(snapshot, loaded.ledger.counts(), len(loaded.objects) - 1))
-    if job is not None and (wrong := job_problem(snapshot, snapshot.states["job"].key, job)) is not None:
-        problems.append(wrong)
-    return [problem.message for problem in problems]
-
-
-def _none(passed_over: list[PassedOver]) -> RecoveryError:
+def _none(store: ObjectStore, passed_over: list[PassedOver]) -> RecoveryError:
     refused = [item.error for item in passed_over if isinstance(item.error, CannotRestore)]
     if refused:
         return refused[0]
     if not passed_over:
-        return nothing_published()
+        return nothing_published(store)
     reasons = "; ".join(f"{item.what}: {item.error.message}" for item in passed_over)
     return Damaged(
         f"no snapshot of this store can be restored: {reasons}",
@@ -176,6 +167,29 @@ def would_adopt(
         adopted.rejected.update(found.rejected)
         adopted.unreadable += [(key, error.message) for key, error in found.unreadable]
     return adopted
+
+
+def intended_after(store: ObjectStore, tail: int, snapshot_id: int) -> set[str]:
+    """What the gc slots after a snapshot were about to delete. Raises Damaged if that cannot be known."""
+    keys: set[str] = set()
+    for found in walk(store, tail):
+        if isinstance(found, Unreadable):
+            raise found.error
+        if found.slot.seq <= snapshot_id:
+            break
+        if found.slot.kind == "gc":
+            keys |= garbage.intended(store, found.slot)
+    return keys
+
+
+def unpublished(store: ObjectStore, ledger: Ledger, epoch: int, flushed: Mapping[str, int]) -> list[str]:
+    """Segments by name that a restore of a snapshot of `epoch` looks at, to adopt them."""
+    found = ((item.key, segment_position(item.key)) for item in store.list(f"{SEGMENTS}e{epoch:06d}/"))
+    return [
+        key
+        for key, at in found
+        if at is not None and at.flush > flushed.get(at.writer, 0) and not ledger.knows_segment(key)
+    ]
 
 
 class _OnlyOne:

@@ -49,14 +49,20 @@ def open_any(address: str) -> ObjectStore:
 
     Raises NoStore for a folder that is not there.
     """
+    url, options = store_at(address)
+    return open_store(url, **options)
+
+
+def store_at(address: str) -> tuple[str, dict[str, Any]]:
+    """Address and options of the store that is meant: by a job's config its own, else what was typed."""
     if not is_config(address):
-        return open_store(address)
+        return address, {}
     from recovery.config import load_config
 
     block = load_config(address).rollout_checkpointing
     if block.store is None:
         raise NoStore(f"{address} names no store", hint="give the store's folder or address")
-    return open_store(block.store, **block.store_options.given())
+    return block.store, block.store_options.given()
 
 
 def open_place(address: str) -> Place:

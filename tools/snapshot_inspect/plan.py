@@ -64,7 +64,7 @@ def own_job(place: Place, tail: int) -> Job:
                 raise Damaged(problems[0] if problems else f"snapshot {snapshot.id} has no record of its job")
         except Damaged as error:
             wrong = wrong or error
-    raise wrong or nothing_published()
+    raise wrong or nothing_published(place.store)
 
 
 def plan(place: Place, codecs: Codecs, tail: int, choice: Choice, job: Job, config: str | None) -> Document:
@@ -72,7 +72,7 @@ def plan(place: Place, codecs: Codecs, tail: int, choice: Choice, job: Job, conf
     store, (segments, ledgers) = place.store, codecs
     chosen = choose(store, segments, ledgers, tail, choice, job.must)
     if chosen.loaded is None:
-        raise nothing_published()
+        raise nothing_published(place.store)
     adopted, transcripts = _adopt(place, codecs, chosen, choice)
     ledger = chosen.loaded.ledger
     calls = [_call(entry, transcripts[entry.call_id], job.stop) for entry in in_order(ledger) if entry.state == OPEN]

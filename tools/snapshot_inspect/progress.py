@@ -1,7 +1,7 @@
 """How far a long read is, on stderr: a bar on a terminal, a line now and then in a file.
 
 Owns: rate and time left, how often something is said.
-Does not know: what is read.
+Does not know: what is read; whoever reads gives the words for it.
 
 Invariants:
 1. Nothing is written to stdout.
@@ -55,9 +55,17 @@ class Silent:
 class Lines(Silent):
     """A line every EVERY_S seconds."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        verb: str = "verify",
+        things: str = "segments",
+    ) -> None:
         self._stream = stream
         self._clock = clock
+        self._verb, self._things = verb, things
 
     def begin(self, n_objects: int, nbytes: int) -> None:
         self._n_objects, self._nbytes = n_objects, nbytes
@@ -74,7 +82,7 @@ class Lines(Silent):
         rate = self._nbytes_done / (now - self._began)
         left = (self._nbytes - self._nbytes_done) / rate if rate else 0.0
         print(
-            f"verify: {self._n_done} of {self._n_objects} segments, {nbytes_text(self._nbytes_done)} of "
+            f"{self._verb}: {self._n_done} of {self._n_objects} {self._things}, {nbytes_text(self._nbytes_done)} of "
             f"{nbytes_text(self._nbytes)}, {nbytes_text(rate)}/s, {seconds_text(left)} left",
             file=self._stream,
             flush=True,
@@ -84,13 +92,13 @@ class Lines(Silent):
 class Bar(Silent):
     """A bar with rate and time left."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, verb: str = "verify", things: str = "segments") -> None:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as RichProgress
 
         self._bar = RichProgress(
-            TextColumn("reading segments"),
+            TextColumn(f"{verb}: reading {things}"),
             BarColumn(),
             DownloadColumn(),
             TransferSpeedColumn(),
@@ -115,5 +123,6 @@ class Bar(Silent):
         self._bar.advance(self._task, nbytes)
 
 
-def progress_on(stream: TextIO) -> Progress:
-    return Bar(stream) if stream.isatty() else Lines(stream)
+def progress_on(stream: TextIO, verb: str, things: str = "segments") -> Progress:
+    """`verb` is doing it, to `things`."""
+    return Bar(stream, verb=verb, things=things) if stream.isatty() else Lines(stream, verb=verb, things=things)

@@ -39,7 +39,7 @@ def report(place: Place, found: Verification, sound: Sound | None, owners: list[
     """Raises NothingPublished, or Damaged if no snapshot is sound."""
     if sound is None:
         if not found.snapshots and not found.findings:
-            raise nothing_published()
+            raise nothing_published(place.store)
         raise Damaged("no snapshot of this store is sound", hint="look: snapshot-inspect verify STORE")
     begin = min(slot.utc for owner in owners for slot in owner.slots)
     spans = _spans(owners, begin)

@@ -74,13 +74,16 @@ def check_segment(store: ObjectStore, codec: SegmentCodec, info: SegmentInfo, us
 
 def _wrong(records: list[Record], use: Use) -> tuple[str, str] | None:
     if use.index >= len(records):
-        return MALFORMED, f"it has {len(records)} records and should hold {_name(use)} as record {use.index}"
-    record = records[use.index]
-    right = _is_request(record, use) if use.chunk is None else _is_chunk(record, use)
-    return None if right else (MISMATCH, f"record {use.index} is not {_name(use)}")
+        return MALFORMED, f"it has {len(records)} records and should hold {name_of(use)} as record {use.index}"
+    return None if is_right(records[use.index], use) else (MISMATCH, f"record {use.index} is not {name_of(use)}")
 
 
-def _name(use: Use) -> str:
+def is_right(record: Record, use: Use) -> bool:
+    """Whether this is the record that the ledger means, down to its digest."""
+    return _is_request(record, use) if use.chunk is None else _is_chunk(record, use)
+
+
+def name_of(use: Use) -> str:
     whose = f"call {use.call_id.hex()} ({use.identity.rollout})"
     return (
         f"the request of {whose}" if use.chunk is None else f"tokens {use.chunk.start} to {use.chunk.stop} of {whose}"

@@ -22,7 +22,7 @@ from recovery.log import check_successor, slot_key
 from recovery.ports import ObjectStore
 from recovery.reading import by_last_byte
 from recovery.slots import read_slot
-from recovery.snapshots import ObjectRef, Snapshot
+from recovery.snapshots import Loaded, ObjectRef, Snapshot
 from snapshot_inspect.findings import INCONSISTENT, Problem
 
 
@@ -47,6 +47,15 @@ def job_problem(snapshot: Snapshot, key: str, data: bytes) -> Problem | None:
         return None
     message = f"{slot_key(snapshot.id)} does not have the fingerprint of its job's record {key}"
     return Problem(slot_key(snapshot.id), INCONSISTENT, message)
+
+
+def contradicted(loaded: Loaded) -> list[str]:
+    """What a snapshot that was read says wrongly of itself. A restore does not look at that."""
+    snapshot, job = loaded.snapshot, loaded.states.get("job")
+    problems = list(contradictions(snapshot, loaded.ledger.counts(), len(loaded.objects) - 1))
+    if job is not None and (wrong := job_problem(snapshot, snapshot.states["job"].key, job)) is not None:
+        problems.append(wrong)
+    return [problem.message for problem in problems]
 
 
 def unsupported(store: ObjectStore, snapshot: Snapshot, *, vouched: bool) -> Iterator[str]:

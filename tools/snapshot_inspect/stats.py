@@ -67,7 +67,7 @@ def stats(place: Place, found: Verification, sound: Sound | None) -> Document:
     """Raises NothingPublished, or Damaged if no snapshot is sound."""
     if sound is None:
         if not found.snapshots and not found.findings:
-            raise nothing_published()
+            raise nothing_published(place.store)
         raise Damaged("no snapshot of this store is sound", hint="look: snapshot-inspect verify STORE")
     listed = place.store.list("")
     kinds: dict[str, Pile] = defaultdict(Pile)

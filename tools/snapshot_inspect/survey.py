@@ -27,6 +27,7 @@ from recovery.errors import (
     ObjectMissing,
 )
 from recovery.log import Slot
+from recovery.origin import refuse_unfinished_import
 from recovery.ports import ObjectStore
 from recovery.slots import Read, find_tail, listed_tail, slot_exists
 from recovery.snapshots import Snapshot
@@ -217,7 +218,7 @@ def choose(store: ObjectStore, at: Position, text: str) -> Choice:
             return Choice(found, tuple(skipped))
         ids.append(found)
     if not ids:
-        raise skipped[0].error if skipped else nothing_published()
+        raise skipped[0].error if skipped else nothing_published(store)
     begins = [snapshot for snapshot in ids if str(snapshot.id).startswith(text)]
     if len(begins) == 1:
         return Choice(begins[0])
@@ -241,7 +242,12 @@ def _numbered(store: ObjectStore, tail: int, seq: int) -> Snapshot | None:
     return None
 
 
-def nothing_published() -> NothingPublished:
+def nothing_published(store: ObjectStore) -> NothingPublished:
+    """What to say of a log without snapshots."""
+    try:
+        refuse_unfinished_import(store)
+    except NothingPublished as error:
+        return error
     return NothingPublished(
         "no snapshot was published in this store yet",
         hint="`prefix-recovery run CONFIG` publishes one; what it stored before that: snapshot-inspect verify STORE",

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEPS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -74,6 +76,11 @@ def age_text(age_s: float | None) -> str:
     if age_s is None:
         return "unknown"
     return f"{seconds_text(age_s)} ago" if age_s > -0.5 else f"{seconds_text(age_s)} ahead of this clock"
+
+
+def origin_text(origin: Mapping[str, Any]) -> str:
+    """Where a snapshot was taken."""
+    return f"taken as snapshot {origin['snapshot']} of store {origin['store_id'] or 'unknown'}"
 
 
 def count_text(n: int | None, one: str, many: str = "") -> str:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from recovery.errors import Damaged, FormatNotUnderstood, RecoveryError
+from recovery.errors import Damaged, FormatNotUnderstood, NothingPublished, RecoveryError
 from recovery.model import ENDED, OPEN
 from recovery.snapshots import Snapshot
-from snapshot_inspect import calls, documents, views
+from snapshot_inspect import call_documents, calls, documents, views
 from snapshot_inspect.documents import Document
 from snapshot_inspect.newest import Newest, newest
 from snapshot_inspect.places import Place, ledger_codec, open_folder, open_place, segment_codec
@@ -31,12 +31,16 @@ from snapshot_inspect.verify import verify
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a verb says: `documents` for --json, one a line; `show` for people; `notes` on stderr for both."""
+    """What a verb says: `documents` for --json, one a line; `show` for people; `notes` on stderr for both.
+
+    Documents that are made while they are printed (`always_json`) can end in an error after the first of them.
+    """
 
     exit_code: int
-    documents: list[Document]
+    documents: Iterable[Document]
     show: Callable[[Screen], None]
     notes: tuple[str, ...] = ()
+    always_json: bool = False
 
 
 def list_(args: Namespace, now: float) -> Answer:
@@ -54,7 +58,7 @@ def list_(args: Namespace, now: float) -> Answer:
         if n == args.last:
             break
     if not found:
-        raise nothing_published()
+        raise nothing_published(place.store)
     rows = [documents.list_row(place, item, ledger_keys, now) for item in reversed(found)]
     bad = [item.error for item in found if isinstance(item, Unreadable)]
     return Answer(worst(bad), rows, lambda screen: views.snapshots(screen, rows))
@@ -80,7 +84,7 @@ def _list_stores(below: list[tuple[str, str]], now: float) -> Answer:
         except RecoveryError as error:
             found = error
         rows.append(documents.store_row(name, address, found, now))
-    fine = all(row["exit_code"] in (0, nothing_published().exit_code) for row in rows)
+    fine = all(row["exit_code"] in (0, NothingPublished.exit_code) for row in rows)
     return Answer(0 if fine else 3, rows, lambda screen: views.stores(screen, rows))
 
 
@@ -115,7 +119,7 @@ def verify_(args: Namespace, now: float) -> Answer:
     only = None
     if args.snapshot is not None:
         only = choose(place.store, position(place.store), args.snapshot).snapshot.id
-    progress = progress_on(sys.stderr) if args.read_data else None
+    progress = progress_on(sys.stderr, "verify") if args.read_data else None
     found = verify(place, segment_codec(), ledger_codec(), only=only, read_data=args.read_data, progress=progress)
     document = documents.verification(place, found)
     return Answer(found.exit_code, [document], lambda screen: views.verification(screen, document))
@@ -131,7 +135,7 @@ def calls_(args: Namespace, now: float) -> Answer:
     snapshot = choice.snapshot
     entries = calls.in_order(calls.read_ledger(place.store, ledger_codec(), snapshot))
     wanted = {"open": {OPEN}, "ended": {ENDED}}.get(args.state, {OPEN, ENDED})
-    rows = [documents.call_row(entry, snapshot.id) for entry in entries if entry.state in wanted]
+    rows = [call_documents.call_row(entry, snapshot.id) for entry in entries if entry.state in wanted]
     return Answer(0, rows, lambda screen: views.calls(screen, rows), notes_of(choice))
 
 
@@ -145,5 +149,5 @@ def cat(args: Namespace, now: float) -> Answer:
     prompt, generated = call.transcript.request.prompt_token_ids.tolist(), call.transcript.token_ids.tolist()
     said = None if texts is None else (texts.text(prompt), texts.text(generated))
     pieces = None if texts is None else texts.pieces(generated)
-    document = documents.cat(place, call, said)
+    document = call_documents.cat(place, call, said)
     return Answer(0, [document], lambda screen: views.cat(screen, document, pieces), notes_of(choice))

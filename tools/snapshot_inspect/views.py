@@ -17,7 +17,7 @@ from typing import Any
 from snapshot_inspect.arrays import column_words
 from snapshot_inspect.documents import Document
 from snapshot_inspect.render import Fact, Screen
-from snapshot_inspect.texts import age_text, count_text, nbytes_text, time_text
+from snapshot_inspect.texts import age_text, count_text, nbytes_text, origin_text, time_text
 
 NUMBERS = frozenset({"id", "epoch", "calls", "open", "ended", "tokens", "segments", "size", "turn", "attempt"})
 """Columns that are aligned on the right."""
@@ -116,6 +116,8 @@ def _snapshot_facts(document: Document) -> list[Fact]:
 
 def _cause(document: Document) -> str:
     cause = document["cause"] or "unknown"
+    if document["origin"] is not None:
+        return f"{cause} ({origin_text(document['origin'])})"
     return cause if document["restored_from"] is None else f"{cause} (restored from {document['restored_from']})"
 
 

@@ -1,0 +1,69 @@
+"""A file that has its name only when it is whole.
+
+Owns: where it is written meanwhile, the order of syncs, and that nothing is ever written over unasked.
+Does not know: what is in it.
+
+Invariants:
+1. The name is given, in one step, to a complete and synced file; whatever fails before leaves what was there.
+2. Without `replace` an existing name is refused, also one that appears in the meantime.
+3. Only a plain file is ever replaced, never a folder or a device; what a link leads to is replaced, not the link.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from recovery.errors import ConfigError
+from recovery.ports import Put
+from storage_backends.posix import link_new, told
+
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextmanager
+def new_file(path: str, *, replace: bool) -> Iterator[int]:
+    """A descriptor to write (and read back) what becomes the file at `path` when the block ends without an error."""
+    target = os.path.realpath(path)
+    _check(path, target, replace)
+    folder, name = os.path.split(target)
+    temporary = f".export-{secrets.token_hex(8)}.tmp"
+    with told("write", path):
+        folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fd = os.open(temporary, _NEW, 0o666, dir_fd=folder_fd)
+            try:
+                yield fd
+                os.fsync(fd)
+                if replace:
+                    os.replace(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+                elif link_new(folder_fd, temporary, folder_fd, name) is Put.EXISTS:
+                    raise _exists(path)
+                os.fsync(folder_fd)
+            finally:
+                os.close(fd)
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder_fd)
+        finally:
+            os.close(folder_fd)
+
+
+def _check(path: str, target: str, replace: bool) -> None:
+    if not os.path.isdir(os.path.dirname(target)):
+        raise ConfigError(f"there is no folder for {path}", hint=f"make it: mkdir -p {os.path.dirname(target)}")
+    try:
+        mode = os.lstat(target).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "no plain file"
+        raise ConfigError(f"{path} is {what}", hint="name a file that is not there yet")
+    if not replace:
+        raise _exists(path)
+
+
+def _exists(path: str) -> ConfigError:
+    return ConfigError(f"{path} is there already", hint="name another file, or replace it with --force")
