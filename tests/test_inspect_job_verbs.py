@@ -23,12 +23,15 @@ from recovery.snapshots import load
 from snapshot_inspect import explain, plan
 from snapshot_inspect.places import Place, ledger_codec, segment_codec
 from snapshot_inspect.survey import choose, position
+from storage_backends import open_store
 from storage_backends.memory import MemoryStore
+from storage_backends.testing.servers import BUCKET, Server
 from tests import inspect_stores as stores
 from tests.fakes import ManualClock, SeededEntropy
 from tests.inspect_stores import made, say
 from tests.test_inspect_screens import VALIDATORS, opened_as, run_once
 
+pytest_plugins = ["storage_backends.testing.s3_fixtures"]
 STOP = resume.StopRules((2,), 4096)
 """As tests.inspect_stores.Job has them."""
 
@@ -121,6 +124,36 @@ def test_a_plan_for_another_job_is_refused_as_a_restore_is() -> None:
     other = plan.Job({**stores.MUST, "model.name": "large"}, STOP)
     with pytest.raises(FingerprintMismatch, match=r"model\.name: 'tiny' in the store, 'large' here"):
         plan.plan(Place("s", store, {}), (segment_codec(), ledger_codec()), position(store).tail, "auto", other, "f")
+
+
+def test_participants_that_are_not_asked_are_named() -> None:
+    store = MemoryStore()
+    job = stores.Job(store)
+    job._states = {**job._states, "trainer": b'{"step": 3}'}
+    job.snapshot()
+    job.close()
+    (note,) = _planned(store)["notes"]
+    assert "is not asked (trainer): one may refuse this snapshot" in note
+    snapshot = choose(store, position(store), "latest").snapshot
+    document = explain.explain(Place("s", store, {}), snapshot, [], explain.machine_here(), None)
+    assert document["notes"] == [note]
+
+
+@pytest.mark.usefixtures("s3_environment")
+def test_every_verb_looks_into_a_bucket(
+    moto: Server, fresh_prefix: Callable[[], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto.url)
+    address = f"s3://{BUCKET}/{fresh_prefix()}"
+    bucket = open_store(address)
+    for key, data in stores.objects_of(made(stores.carried_on)).items():
+        bucket.put_new(key, data)
+    before = bucket.list("")
+    for words in (("explain",), ("plan",), ("diff", "5"), ("stats",), ("holds",), ("report",), ("doctor",)):
+        document = _document(capsys, 0, words[0], address, *words[1:])
+        assert address in json.dumps(document)
+    assert bucket.list("") == before
+    assert run_once(capsys, "stats", f"{address}/none").code == 10
 
 
 # ---- explain -------------------------------------------------------------------------------------------------------

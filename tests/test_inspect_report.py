@@ -6,10 +6,10 @@ Does not know: how Chromium is found (browser.py).
 
 from __future__ import annotations
 
-import html
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,20 +176,25 @@ def test_a_page_that_cannot_be_written(
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def _figures(dom: str) -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(r'data-figure="(\w+)" data-value="(\d+)"', dom)}
+@contextmanager
+def shown(file: Path, fragment: str = "") -> Iterator[browser.Tab]:
+    """The page after its program ran; at the end it has said nothing, asked for nothing and stayed what it was."""
+    with browser.opened(file, fragment) as tab:
+        assert tab("document.documentElement.dataset.ready") == "yes", tab.console
+        yield tab
+        assert tab.console == [] and {url.partition("#")[0] for url in tab.requests} == {file.as_uri()}
+        assert tab("document.documentElement.dataset.owned ?? document.getElementById('owned')") is None
+        assert tab("document.title").startswith("Rollout report · ")
 
 
-def _count(dom: str) -> str:
-    (text,) = re.findall(r'<p class="count"[^>]*>([^<]*)</p>', dom)
-    return str(text)
+def _count(tab: browser.Tab) -> str:
+    return str(tab("document.getElementById('count').textContent"))
 
 
-def _ready(shown: browser.Shown) -> str:
-    assert shown.console == []
-    assert re.search(r'<html[^>]* data-ready="yes"', shown.dom), "its program ran to the end"
-    assert "data-owned" not in shown.dom and "<title>Rollout report · " in shown.dom
-    return shown.dom
+def _rows(tab: browser.Tab) -> list[list[str]]:
+    """The rows of the table that are in the document."""
+    rows = tab("[...document.querySelectorAll('#rows .row')].map(r => [...r.children].map(c => c.textContent))")
+    return [list(map(str, row)) for row in rows]
 
 
 def test_the_page_shows_the_figures_of_stats(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -199,16 +204,39 @@ def test_the_page_shows_the_figures_of_stats(capsys: pytest.CaptureFixture[str],
     assert ran.code == 0 and str(file) in ran.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.html", "s"]
     (stats,) = run_once(capsys, "stats", store.root, "--json").documents
-    dom = _ready(browser.show(file))
-    figures = _figures(dom)
-    both = _stats_figures(stats)
-    assert figures and {name: n for name, n in figures.items() if name in both} == {
-        n: both[n] for n in both if n in figures
-    }
-    assert {"calls", "open", "tokens", "stored_nbytes"} <= set(figures)
-    assert _count(dom) == "4 of 4 calls, 17 tokens"
-    for rollout in ("p-1", "p-2", "p-3", "p-10"):
-        assert f'title="{rollout}"' in dom
+    with shown(file) as tab:
+        cards = "[...document.querySelectorAll('[data-figure]')].map(c => [c.dataset.figure, Number(c.dataset.value)])"
+        figures = dict(tab(cards))
+        both = {name: n for name, n in _stats_figures(stats).items() if name in figures}
+        assert {name: figures[name] for name in both} == both
+        assert set(both) == {"calls", "open", "tokens", "stored_nbytes"}
+        assert tab("document.querySelector('[data-figure=tokens]').textContent") == "17"
+        assert _count(tab) == "4 of 4 calls, 17 tokens"
+        assert {row[0]: row[4] for row in _rows(tab)} == {"p-1": "11", "p-2": "4", "p-3": "0", "p-10": "2"}
+
+
+def test_search_order_and_address(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As somebody types and clicks; what is searched is kept in the address, and the address brings it back."""
+    store = stores.on_disk(tmp_path / "s", stores.objects_of(made(stores.carried_on)))
+    file = tmp_path / "job.html"
+    assert run_once(capsys, "report", store.root, "--html", str(file)).code == 0
+    with shown(file) as tab:
+        tab("document.getElementById('search').focus()")
+        tab.type("P-1 open")
+        assert _count(tab) == "2 of 4 calls, 13 tokens" and {row[0] for row in _rows(tab)} == {"p-1", "p-10"}
+        assert tab("location.hash") == "#q=P-1+open"
+        click = "[...document.querySelectorAll('#heads button')].find(b => b.textContent.startsWith('tokens')).click()"
+        tab(click)
+        assert [row[0] for row in _rows(tab)] == ["p-1", "p-10"]
+        tab(click)
+        assert [row[0] for row in _rows(tab)] == ["p-10", "p-1"]
+        tab(
+            "canvas.dispatchEvent(new MouseEvent('mousemove', {clientX: 300, "
+            "clientY: canvas.getBoundingClientRect().top + 6, bubbles: true}))"
+        )
+        assert tab("tip.hidden") is False and tab("tip.textContent").startswith("p-10\nopen, 2 tokens")
+    with shown(file, "#q=resumed") as tab:
+        assert _count(tab) == "1 of 4 calls, 11 tokens" and tab("document.getElementById('search').value") == "resumed"
 
 
 def test_the_page_asks_for_nothing() -> None:
@@ -268,21 +296,29 @@ def _large(n: int) -> dict[str, Any]:
 
 
 def test_ten_thousand_calls_stay_usable(tmp_path: Path) -> None:
-    """Only what is in view is in the document; a search that comes with the address finds its calls."""
+    """Only what is in view is in the document, however far one scrolls; a search finds its calls among all."""
     (tmp_path / "big.html").write_text(page.render(_large(10_000)))
-    dom = _ready(browser.show(tmp_path / "big.html"))
-    assert _count(dom) == "10,000 of 10,000 calls, 300,000 tokens"
-    rows = dom.count('<div class="row"')
-    assert 5 < rows < 60
-    dom = _ready(browser.show(tmp_path / "big.html", "#q=prompt-77%20ended&order=tokens&colour=lag"))
-    meant = [i for i in range(10_000) if f"prompt-{i}#0".startswith("prompt-77") and i % 3 == 0]
-    assert _count(dom) == f"{len(meant)} of 10,000 calls, {30 * len(meant):,} tokens"
-    assert ">lag 9</span>" in dom, "the legend of the colours that the address asked for"
-    assert 'title="prompt-7779#0"' not in dom and 'title="prompt-7701#0"' in dom
+    with shown(tmp_path / "big.html", "#colour=lag") as tab:
+        assert _count(tab) == "10,000 of 10,000 calls, 300,000 tokens"
+        assert 5 < len(_rows(tab)) < 60
+        assert ">lag 9</span>" in tab("document.getElementById('calls-legend').innerHTML")
+        tab("document.getElementById('order').value = 'rollout'")
+        tab("document.getElementById('order').dispatchEvent(new Event('change'))")
+        tab(
+            "(async () => { const t = document.getElementById('table'); t.scrollTop = t.scrollHeight; lanes.scrollTop = 1e9; "
+            "for (let i = 0; i < 3; i += 1) await new Promise(requestAnimationFrame); })()"
+        )
+        assert 5 < len(_rows(tab)) < 60 and _rows(tab)[-1][0] == "prompt-9999#0"
+        assert tab("document.querySelectorAll('*').length") < 1500
+        tab("document.getElementById('search').focus()")
+        tab.type("prompt-77 ended")
+        meant = [i for i in range(10_000) if f"prompt-{i}#0".startswith("prompt-77") and i % 3 == 0]
+        assert _count(tab) == f"{len(meant)} of 10,000 calls, {30 * len(meant):,} tokens"
+        assert [row[0] for row in _rows(tab)][:3] == [f"prompt-{i}#0" for i in meant[:3]]
 
 
 def test_hostile_names_are_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Markup, a script's end and line separators in names of calls, owners and the address."""
+    """Markup, a script's end and line separators in names of calls and in the address."""
     store = made(stores.empty)
     job = stores.Job(store)
     for number, name in enumerate(HOSTILE):
@@ -293,18 +329,29 @@ def test_hostile_names_are_text(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     address = stores.on_disk(folder, stores.objects_of(store)).root
     file = tmp_path / "page.html"
     assert run_once(capsys, "report", address, "--html", str(file)).code == 0
-    dom = _ready(browser.show(file))
-    assert 'id="owned"' not in dom and "<b id=owned>" not in dom
-    assert _count(dom) == "3 of 3 calls, 6 tokens"
-    for name in HOSTILE:
-        assert name.encode() and f">{html.escape(name, quote=False)}</span>" in dom, name
+    with shown(file) as tab:
+        assert {row[0] for row in _rows(tab)} == set(HOSTILE)
+        assert tab("document.getElementById('address').textContent") == address
+        assert tab("document.querySelectorAll('script').length") == 2 and not tab(
+            "document.querySelectorAll('img').length"
+        )
     data = re.search(r'<script type="application/json" id="figures">(.*?)</script>', file.read_text(), re.DOTALL)
     assert data is not None and not re.search("[<>&\u2028]", data[1])
     assert {call["rollout"] for call in json.loads(data[1])["calls"]} == set(HOSTILE)
 
 
 def test_an_error_on_a_page_would_be_seen(tmp_path: Path) -> None:
-    """The check of the console can fail."""
-    (tmp_path / "wrong.html").write_text("<script>console.error('seen'); missing()</script>")
-    said = browser.show(tmp_path / "wrong.html").console
-    assert any("seen" in line for line in said) and any("missing" in line for line in said)
+    """The checks of console and network can fail."""
+    text = "<script>console.error('seen'); fetch('http://192.0.2.1/x').catch(() => 0); missing()</script>"
+    (tmp_path / "wrong.html").write_text(text)
+    with browser.opened(tmp_path / "wrong.html") as tab:
+        tab("new Promise(requestAnimationFrame)")
+        assert any("seen" in line for line in tab.console) and any("missing" in line for line in tab.console)
+        assert "http://192.0.2.1/x" in tab.requests
+
+
+def test_without_a_browser_it_is_said_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(browser.shutil, "which", lambda name: None)
+    monkeypatch.delenv("PREFIX_RECOVERY_CHROMIUM", raising=False)
+    with pytest.raises(pytest.fail.Exception, match="no Chromium on this machine; type: make browser"):
+        browser.executable()

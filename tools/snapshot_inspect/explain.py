@@ -62,6 +62,7 @@ def explain(place: Place, snapshot: Snapshot, entries: Iterable[Entry], here: He
     prompts = None if here.source_digests is None else _prompts(entries, here.source_digests)
     if record is None and not notes:
         notes = [f"snapshot {snapshot.id} has no record of its job: there is nothing to compare"]
+    notes += participants_note(snapshot)
     restorable = _restorable(fields, record is not None, prompts)
     return {
         "store": place.address,
@@ -74,6 +75,16 @@ def explain(place: Place, snapshot: Snapshot, entries: Iterable[Entry], here: He
         "grade": _grade(fields, restorable),
         "notes": notes,
     }
+
+
+def participants_note(snapshot: Snapshot) -> list[str]:
+    """What only a running loop can compare: the states of participants other than the job's record."""
+    names = sorted({*snapshot.states} - {"job"})
+    if not names:
+        return []
+    return [
+        f"what the participants say of their states is not asked ({', '.join(names)}): one may refuse this snapshot"
+    ]
 
 
 def _text(value: Any) -> str | None:

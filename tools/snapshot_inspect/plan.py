@@ -27,6 +27,7 @@ from recovery.snapshots import Snapshot
 from snapshot_inspect import documents
 from snapshot_inspect.calls import in_order
 from snapshot_inspect.documents import Document
+from snapshot_inspect.explain import participants_note
 from snapshot_inspect.newest import Adopted, Codecs, would_adopt
 from snapshot_inspect.places import Place
 from snapshot_inspect.render import Screen
@@ -89,7 +90,7 @@ def plan(place: Place, codecs: Codecs, tail: int, choice: Choice, job: Job, conf
         "adoption": documents.adoption(adopted),
         "calls": [call for call, _ in calls],
         "totals": _totals(calls, sum(entry.state == ENDED for entry in ledger), not_begun),
-        "notes": [] if config is not None else [_NO_CONFIG],
+        "notes": [*([] if config is not None else [_NO_CONFIG]), *participants_note(chosen.loaded.snapshot)],
     }
 
 
