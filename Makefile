@@ -4,6 +4,7 @@
 PYTHON ?= $(firstword $(foreach p,python3.11 python3,$(shell $(p) -c 'print("$(p)")' 2>/dev/null)) python3.11)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 KILLS ?= 50
+RACES ?= 100
 ARGS ?=
 
 VENV := .venv
@@ -41,8 +42,8 @@ format: $(VENV)/ready  ## let ruff mend what it can
 browser:  ## install Chromium for the tests of the report page, where there is none (Debian, as root)
 	.ci/browser
 
-soak: $(VENV)/ready  ## kill the real job KILLS=50 times in a row
-	$(BIN)/python -m tests.soak --kills $(KILLS) $(ARGS)
+soak: $(VENV)/ready  ## kill the real job KILLS=50 times, race coordinators for RACES=100 rounds (0: leave out)
+	$(BIN)/python -m tests.soak --kills $(KILLS) --races $(RACES) $(ARGS)
 
 clean:  ## remove the environment, caches and what was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

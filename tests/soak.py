@@ -1,13 +1,16 @@
-"""`python -m tests.soak --kills N`: the real job, killed at random again and again, and what came of it.
+"""`python -m tests.soak --kills N --races N`: the real job killed at random, and coordinators racing, again and again.
 
-Jobs of the tiny model run one after another. Each is killed several times: after a random number of decoded tokens, or
-at a random moment, which hits the start of the engine, the restore and the end too; then it runs to its end and every
-row is compared with an uninterrupted run. Kills of the client alone come in between.
+Kills: jobs of the tiny model run one after another. Each is killed several times: after a random number of decoded
+tokens, or at a random moment, which hits the start of the engine, the restore and the end too; then it runs to its end
+and every row is compared with an uninterrupted run. Kills of the client alone come in between.
 
-Owns: when a kill comes, the figures, the exit code: 0 only if nothing was lost, doubled or different.
+Races: rounds of two coordinator processes of which one is stopped and woken (racing.py), on disk and on two S3 servers.
+
+Owns: when a kill comes, the figures, the exit code: 0 only if nothing was lost, doubled or different, and all of it was
+achieved.
 Does not know: how a job runs. It starts `prefix-recovery run` as anybody would.
 
-The same --seed gives the same jobs and the same plan of kills; where a kill of a moment hits depends on the machine.
+The same --seed gives the same jobs, plans of kills and rounds; where a moment hits depends on the machine.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ from typing import Any
 
 from prefix_recovery.interrupted import JobFigures, compare
 from prefix_recovery.tiny import make_tiny_llama
+from storage_backends.testing import servers
 from tests.job_files import FLUSH, lines, rows_of, write_job
 from tests.job_processes import JobProcess, run, running, wait_until
+from tests.racing import Place, race
 
 KILLS_PER_JOB = 12
 _SHORTEST_START_S, _LONGEST_START_S = 1.0, 14.0
@@ -156,35 +161,63 @@ class Soak:
         )
 
 
+def kill_jobs(folder: Path, seed: int, kills: int, deadline: float | None) -> bool:
+    """Whether so many kills were survived. Prints the figures."""
+    began = time.monotonic()
+    totals = Soak(folder, random.Random(seed), kills, deadline).run()
+    for problem in totals.problems:
+        print(f"PROBLEM: {problem}")
+    print(
+        f"kills, seed {seed}: {totals.kills} kills of {totals.jobs} jobs in {time.monotonic() - began:.0f} s: "
+        f"{totals.lost} lost, {totals.doubled} doubled, {totals.differing} differing; {totals.reused} tokens reused, "
+        f"{totals.generated} generated; at most {totals.twice_most} generated twice by one kill of one call "
+        f"(flush {FLUSH}, over it {totals.over_the_bound} times)",
+        flush=True,
+    )
+    return not totals.failed and (totals.kills >= kills or deadline is not None)
+
+
+def race_coordinators(folder: Path, seed: int, rounds: int, deadline: float | None) -> bool:
+    """Whether so many rounds went well, on disk, on moto and on SeaweedFS in turn. Prints the figures."""
+    began = time.monotonic()
+    for name in ("disk", "moto", "seaweedfs"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    started = [servers.start_moto(), servers.start_seaweedfs(folder / "seaweedfs")]
+    try:
+        for server in started:
+            server.make_bucket(servers.BUCKET)
+        places = [Place("disk", folder / "disk")]
+        places += [Place(server.name, folder / server.name, server.url) for server in started]
+        figures = race(places, seed, rounds, deadline)
+    finally:
+        for server in started:
+            server.stop()
+    for problem in figures.problems:
+        print(f"PROBLEM: {problem}")
+    print(f"races, seed {seed}: {figures}, {time.monotonic() - began:.0f} s", flush=True)
+    return not figures.problems and (figures.rounds >= rounds or deadline is not None)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=50, help="of jobs; 0: none")
+    parser.add_argument("--races", type=int, default=100, help="rounds of two coordinators; 0: none")
     parser.add_argument("--seed", type=int, default=None, help="default: random, printed")
-    parser.add_argument("--seconds", type=float, default=None, help="stop after so long, with the kills so far")
+    parser.add_argument("--seconds", type=float, default=None, help="stop each part after so long, with what was done")
     parser.add_argument("--dir", type=Path, default=None, help="keep everything here (default: a temporary folder)")
     arguments = parser.parse_args()
     seed = int.from_bytes(os.urandom(4), "little") if arguments.seed is None else arguments.seed
     folder = Path(tempfile.mkdtemp(prefix="prefix-recovery-soak-")) if arguments.dir is None else arguments.dir
-    folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    deadline = None if arguments.seconds is None else began + arguments.seconds
     print(f"seed {seed}, in {folder}", flush=True)
-    totals = Totals()
-    try:
-        totals = Soak(folder, random.Random(seed), arguments.kills, deadline).run()
-    finally:
-        if arguments.dir is None and not totals.failed:
-            shutil.rmtree(folder, ignore_errors=True)
-    for problem in totals.problems:
-        print(f"PROBLEM: {problem}")
-    print(
-        f"seed {seed}: {totals.kills} kills of {totals.jobs} jobs in {time.monotonic() - began:.0f} s: "
-        f"{totals.lost} lost, {totals.doubled} doubled, {totals.differing} differing; {totals.reused} tokens reused, "
-        f"{totals.generated} generated; at most {totals.twice_most} generated twice by one kill of one call "
-        f"(flush {FLUSH}, over it {totals.over_the_bound} times)"
-    )
-    achieved = totals.kills >= arguments.kills or deadline is not None
-    return 0 if achieved and not totals.failed else 1
+    fine = True
+    for name, part, n in (("kills", kill_jobs, arguments.kills), ("races", race_coordinators, arguments.races)):
+        if n:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            deadline = None if arguments.seconds is None else time.monotonic() + arguments.seconds
+            fine = part(folder / name, seed, n, deadline) and fine
+    if arguments.dir is None and fine:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if fine else 1
 
 
 if __name__ == "__main__":

@@ -111,7 +111,19 @@ class Hang:
     event: threading.Event = field(default_factory=threading.Event)
 
 
-Fault = PassOn | Answer | Instead | DropBefore | DropAfter | CutShort | Trickle | Garble | Hang
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Keep a request until `event` is set: before the server sees it, or with its answer ready (`answered`).
+
+    `reached` is set as soon as it is kept. A closed proxy lets it go.
+    """
+
+    answered: bool
+    event: threading.Event = field(default_factory=threading.Event)
+    reached: threading.Event = field(default_factory=threading.Event)
+
+
+Fault = PassOn | Answer | Instead | DropBefore | DropAfter | CutShort | Trickle | Garble | Hang | Hold
 Plan = Callable[[Seen], Fault]
 
 PASS_ON = PassOn()
@@ -295,9 +307,17 @@ class _Exchange(BaseHTTPRequestHandler):
             case Garble():
                 self._give(*self._ask(bytes([body[0] ^ 1]) + body[1:]))
             case Hang(event):
-                while not event.wait(0.02) and not self.owner.closing.is_set():
-                    pass
+                self._wait_for(event)
                 self._reset()
+            case Hold(answered, event, reached):
+                answer = self._ask(body) if answered else None
+                reached.set()
+                self._wait_for(event)
+                self._give(*(answer or self._ask(body)))
+
+    def _wait_for(self, event: threading.Event) -> None:
+        while not event.wait(0.02) and not self.owner.closing.is_set():
+            pass
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _exchange
 
