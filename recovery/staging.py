@@ -53,7 +53,8 @@ class Staged:
 @dataclass(slots=True)
 class StagingCounters:
     """Counted since the start of the process. `backlog_records` is what failed flushes left to carry; `stored_again`
-    the segments that did not read back and were written a second time."""
+    the segments that did not read back and were written a second time; `error` is what the last flush said, None if it
+    was stored, and `failures_in_a_row` how many before it were not."""
 
     flushes: int = 0
     failures: int = 0
@@ -62,6 +63,8 @@ class StagingCounters:
     tokens: int = 0
     nbytes: int = 0
     backlog_records: int = 0
+    failures_in_a_row: int = 0
+    error: RecoveryError | None = None
     last_failure: str = ""
 
 
@@ -173,12 +176,15 @@ class Stager:
                 stored.append(self._store_segment(self._next_records()))
         except RecoveryError as error:
             self.counters.failures += 1
-            self.counters.last_failure = error.message
+            self.counters.failures_in_a_row += 1
+            self.counters.error, self.counters.last_failure = error, error.message
             failure = error
         finally:
             self.counters.backlog_records = len(self._backlog)
             with self._lock:
                 self._queued -= 1
+        if failure is None:
+            self.counters.failures_in_a_row, self.counters.error = 0, None
         for staged in stored:
             self._on_staged(staged)  # last: who is told may want the next flush, and must not find this one queued
         return failure

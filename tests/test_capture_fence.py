@@ -273,13 +273,17 @@ def test_f1_a_full_disk_costs_nothing_but_time(
             counters = session.stager.counters
             assert counters.failures >= 1 and counters.backlog_records >= 2
             assert "no space left" in counters.last_failure
-            assert "no space left" in session.counters.last_abandoned
+            assert {trouble.kind: trouble.tries for trouble in session.troubles} == {
+                "tokens": counters.failures_in_a_row,
+                "snapshots": 1,
+            }
+            assert all("no space left" in trouble.error.message for trouble in session.troubles)
             assert free(session)
             again = read_back(tmp_path)
             assert (again.snapshot, set(again.entries)) == (first.snapshot, {"before"})
             full = False
             assert (await take_snapshot(session)).verdict is Verdict.PUBLISHED
-            assert counters.backlog_records == 0
+            assert counters.backlog_records == 0 and session.troubles == []
         stored = read_back(tmp_path)
         assert stored.transcripts["r"].token_ids.tolist() == whole.token_ids
         assert stored.entries["r"].state == ENDED

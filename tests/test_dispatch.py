@@ -174,8 +174,9 @@ def test_f1_a_store_without_room_is_told_and_outlived(
             work = asyncio.ensure_future(dispatch.run(await dispatch.matched(), asyncio.Event()))
             total = sum(20 + 9 * n for n in range(4))
             await until(lambda: session.counters.tokens_captured == total and session.counters.snapshots_abandoned >= 2)
-            n, what = session.trouble
-            assert n >= 3 and "no space left on device" in what
+            (tokens, snapshots) = session.troubles
+            assert tokens.tries + snapshots.tries >= 3 and tokens.waiting > 0
+            assert "no space left on device" in tokens.error.message and dispatch.trouble is None
             assert rows_of(tmp_path) == [] and not work.done()
             full = False
             await work

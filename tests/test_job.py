@@ -318,6 +318,33 @@ def test_f1_a_sync_that_fails_takes_the_rows_back(
     assert (tmp_path / "out.jsonl").read_bytes() == b"" and not results.done
 
 
+def test_f1_rows_that_cannot_be_taken_back_are_cut_off_before_the_next(
+    tmp_path: Path, opened: Callable[[], Results], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F1: the disk fails in the middle of a row and lets nothing be taken back: no torn row stays in between."""
+    results = opened()
+    results.append([row("a")])
+    path = tmp_path / "out.jsonl"
+    real_write = os.write
+
+    def half(fd: int, data: bytes) -> int:
+        real_write(fd, data[:20])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def no(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prefix_recovery.results.os.write", half)
+        patch.setattr("prefix_recovery.results.os.ftruncate", no)
+        for _ in range(2):
+            with pytest.raises(StoreFull):
+                results.append([row("b")])
+    assert not path.read_bytes().endswith(b"\n")
+    results.append([row("b"), row("c")])
+    assert [json.loads(line)["id"] for line in path.read_bytes().splitlines()] == ["a", "b", "c"]
+
+
 def test_the_output_must_be_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a file"):
         Results(tmp_path).open()
@@ -582,12 +609,11 @@ def test_the_operator_is_told_what_a_restore_did_not_take() -> None:
     assert list(saving.restored_lines(fresh, 0, 0)) == []
 
 
-def test_the_operator_is_told_what_waits_and_what_was_not_stored() -> None:
+def test_the_operator_is_told_what_was_not_stored() -> None:
     counters = StagingCounters(flushes=7, skipped=2, failures=3, backlog_records=12, last_failure="no space left")
-    assert saving.waiting_line("no space left", 12) == (
-        "not saved, kept for the next try (decoding goes on) (12 records wait to be stored): no space left"
+    assert saving.undelivered_line(3, "out.jsonl", stored=True) == (
+        "3 finished rows are not in out.jsonl; the next run writes them from the store"
     )
-    assert "wait" not in saving.waiting_line("the hold was not given", 0)
     assert list(saving.closing_lines(counters, {"the call has ended": 2})) == [
         "2 records that were stored did not fit and are not used: the call has ended",
         "stored 7 segments; 2 periodic flushes were skipped while another was being written, 3 failed",

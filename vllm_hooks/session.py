@@ -41,6 +41,7 @@ from vllm_hooks.parity import NOT_TESTED
 from vllm_hooks.pull import Polling, Pulled, PullReader
 from vllm_hooks.snapshot_loop import SnapshotLoop
 from vllm_hooks.stored import StoredCalls
+from vllm_hooks.trouble import RecentAttempts, Trouble, troubles_of
 from vllm_hooks.unresumable import Unresumable
 from vllm_hooks.watching import Reading
 
@@ -56,7 +57,6 @@ class SessionCounters:
     snapshots: int = 0
     snapshots_abandoned: int = 0
     last_snapshot: int | None = None
-    last_abandoned: str = ""
 
 
 class RecoverySession:
@@ -89,6 +89,7 @@ class RecoverySession:
         self.failure: RecoveryError | None = None
         self.dead_engine: BaseException | None = None
         self._deliveries = Deliveries()
+        self._recent = RecentAttempts()
         self._n_captured = self._n_cut = self._n_published = 0
         self._polling = Polling(self.captured)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -325,8 +326,7 @@ class RecoverySession:
             self._call_on_loop(self._settle, attempt.ended)
         else:
             counters.snapshots_abandoned += 1
-        if attempt.error is not None:
-            counters.last_abandoned = f"{attempt.step}: {attempt.error.message}"
+        self._recent.note(attempt)
         if self.on_attempt is not None:
             self.on_attempt(attempt)
         if attempt.verdict is Verdict.FENCED and isinstance(attempt.error, Fenced):
@@ -371,13 +371,9 @@ class RecoverySession:
             raise self.failure
 
     @property
-    def trouble(self) -> tuple[int, str]:
-        """How many flushes and snapshots could not be stored since the start, and what the last of each said."""
-        if not self.capturing:
-            return 0, ""
-        flushes, counters = self.stager.counters, self.counters
-        said = [text for text in (flushes.last_failure, counters.last_abandoned) if text]
-        return flushes.failures + counters.snapshots_abandoned, "; ".join(said)
+    def troubles(self) -> list[Trouble]:
+        """What cannot be stored at the moment."""
+        return list(troubles_of(self.stager.counters, self._recent)) if self.capturing else []
 
     # ---- what others read --------------------------------------------------------------------------------------
 

@@ -310,10 +310,10 @@ class _Exchange(BaseHTTPRequestHandler):
                 self._wait_for(event)
                 self._reset()
             case Hold(answered, event, reached):
-                answer = self._ask(body) if answered else None
+                early = self._ask(body) if answered else None
                 reached.set()
                 self._wait_for(event)
-                self._give(*(answer or self._ask(body)))
+                self._give(*(self._ask(body) if early is None else early))
 
     def _wait_for(self, event: threading.Event) -> None:
         while not event.wait(0.02) and not self.owner.closing.is_set():

@@ -1,7 +1,7 @@
 """The loop of a job: samples to the engine, ended calls to the output, until all are there or somebody says stop.
 
-Owns: concurrency, the order of samples, delivery of rows, what is told to the progress display.
-Does not know: how the engine was made, the format of a store, exit codes.
+Owns: concurrency, the order of samples, which rows there are, what is told to the progress display.
+Does not know: how the engine was made, the format of a store, how rows outlast a full disk (row_writer.py), exit codes.
 
 Invariants:
 1. A row is appended only when its call's terminal record is durable in the store, so that a lost output can be made
@@ -14,15 +14,15 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from prefix_recovery.engine_requests import Requests
 from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import BadLine, Sample
 from prefix_recovery.results import Results
+from prefix_recovery.row_writer import RowWriter
 from prefix_recovery.rows import make_row, text_of
 from prefix_recovery.tally import Tally
 from recovery.calls import LiveCall
@@ -32,11 +32,7 @@ from recovery.ledger import Entry
 from recovery.model import FINISH_REASONS, PolicyVersion, Request
 from vllm_hooks import RecoverableEngine, RecoverySession, surface
 from vllm_hooks.capture import drain
-
-T = TypeVar("T")
-
-WRITER_THREAD = "rows"
-"""Name of the thread that may hang with the store; the command line ends the process in spite of it."""
+from vllm_hooks.trouble import Trouble
 
 UNDELIVERED_PER_SLOT = 8
 """Calls begun and not yet in the output, per call that may be in the engine."""
@@ -44,9 +40,10 @@ UNDELIVERED_PER_SLOT = 8
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run did; `bad` are the samples that have no result and never will."""
+    """What a run did; `bad` are the samples that have no result and never will, `undelivered` rows that wait still."""
 
     rows_from_store: int = 0
+    undelivered: int = 0
     bad: list[BadLine] = field(default_factory=list)
 
 
@@ -76,8 +73,7 @@ class Dispatch:
             session.on_tokens = self._count
         self._slots = asyncio.Semaphore(config.max_concurrent_calls)
         self._undelivered = asyncio.Semaphore(UNDELIVERED_PER_SLOT * config.max_concurrent_calls)
-        self._rows: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix=WRITER_THREAD)
+        self._rows = RowWriter(self._append, self._appended)
         self._n_generating, self._fed = 0, False
         self.outcome = Outcome()
 
@@ -89,7 +85,7 @@ class Dispatch:
 
     async def matched(self) -> list[Sample]:
         """`match`, off the event loop: it reads the store and may write many rows."""
-        return await self._in_writer(self.match)
+        return await self._rows.in_thread(self.match)
 
     def match(self) -> list[Sample]:
         """Compare the store's calls with the prompts; write rows that the store has and the output has not.
@@ -211,15 +207,15 @@ class Dispatch:
 
     async def run(self, todo: Iterable[Sample], stop: asyncio.Event) -> None:
         """Run `todo` to the end, or until `stop` is set or something ends the run (which is raised)."""
-        writer = asyncio.create_task(self._write_rows())
+        writer = asyncio.create_task(self._rows.run())
         feeder = asyncio.create_task(self._feed(list(todo)))
         stopped = asyncio.create_task(stop.wait())
         failing = asyncio.create_task(self._session.failing())
         try:
-            await asyncio.wait({feeder, stopped, writer, failing}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (failing, writer, feeder):
-                if task.done():
-                    task.result()
+            await _first_of(feeder, stopped, writer, failing)
+            if feeder.done() and not stop.is_set():
+                self._rows.put_last()  # they may have to wait for a disk or a store
+                await _first_of(stopped, writer, failing)
         finally:
             stopped.cancel()
             failing.cancel()
@@ -228,9 +224,11 @@ class Dispatch:
                 feeder.cancel()
                 await asyncio.gather(feeder, return_exceptions=True)
             if not writer.done():
-                self._rows.put_nowait(None)
+                self._rows.put_last()
                 await asyncio.wait({writer}, timeout=self._config.rollout_checkpointing.grace_s)
-            self._writer.shutdown(wait=False)
+                self.outcome.undelivered = self._rows.n_waiting
+                writer.cancel()
+            self._rows.close()
 
     async def _feed(self, todo: list[Sample]) -> None:
         async with asyncio.TaskGroup() as group:
@@ -273,6 +271,16 @@ class Dispatch:
             self._ask_for_the_last_cut()
         await self._finish(sample, output)
 
+    @property
+    def trouble(self) -> Trouble | None:
+        """Why finished rows wait, if they do."""
+        return self._rows.trouble
+
+    def _appended(self, n_rows: int) -> None:
+        for _ in range(n_rows):
+            self._undelivered.release()
+        self._progress.finished(n_rows)
+
     async def _generate(self, sample: Sample, prompt: Any, params: Any) -> Any:
         return await drain(self._engine.generate(prompt, params, sample.name))
 
@@ -283,14 +291,14 @@ class Dispatch:
             return
         if self._session.capturing and self._session.has_result(sample.name):
             call = await self._session.durable(sample.name)
-            self._rows.put_nowait(self._captured_row(sample, call, completion.text))
+            self._rows.put(self._captured_row(sample, call, completion.text))
             return
         ids = list(completion.token_ids)
         request = Request(rollout=sample.name, prompt_token_ids=output.prompt_token_ids, sampling={})
         logprobs = surface.sampled_logprobs(ids, completion.logprobs) or []
         spans = [(0, len(ids), self._session.version)]
         ended = (completion.finish_reason, completion.stop_reason, completion.text)
-        self._rows.put_nowait(self._row(sample, request, ids, logprobs, spans, (), *ended))
+        self._rows.put(self._row(sample, request, ids, logprobs, spans, (), *ended))
 
     def _captured_row(self, sample: Sample, call: LiveCall, text: str) -> dict[str, Any]:
         assert call.ended is not None
@@ -311,30 +319,20 @@ class Dispatch:
         self.outcome.bad.append(BadLine(sample.prompt.line, sample.prompt.id, error))
         self._progress.refused(sample.name, error)
 
-    async def _write_rows(self) -> None:
-        """Append rows in groups, each group after one look at the log."""
-        ending = False
-        while not ending:
-            rows = [await self._rows.get()]
-            while not self._rows.empty():
-                rows.append(self._rows.get_nowait())
-            ending = rows[-1] is None
-            group = [row for row in rows if row is not None]
-            if group:
-                await self._in_writer(self._append, group)
-                for _ in group:
-                    self._undelivered.release()
-                self._progress.finished(len(group))
-
-    async def _in_writer(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do `work` in the thread that looks at the log and writes the output; it may hang with the store."""
-        return await asyncio.get_running_loop().run_in_executor(self._writer, work, *arguments)
-
-    def _append(self, rows: list[dict[str, Any]]) -> None:
+    def _append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """In the writer's thread: after one look at the log."""
         if self._session.capturing:
             self._session.raise_if_failed()
             self._session.stored.check_not_fenced()
         self._results.append(rows)
+
+
+async def _first_of(*tasks: asyncio.Task[Any]) -> None:
+    """Wait until one of them is done; raise what any of them ended with, the last named first."""
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in reversed(tasks):
+        if task.done():
+            task.result()
 
 
 def first_stop(error: BaseExceptionGroup[Any] | BaseException) -> BaseException:

@@ -32,6 +32,7 @@ from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import BadLine, PromptFile, Sample, read_prompts
 from prefix_recovery.results import Results, write_errors
 from prefix_recovery.tally import Tally
+from prefix_recovery.waiting import Notices
 from recovery.config import JobConfig, effective_mode
 from recovery.coordinator import Attempt
 from recovery.errors import ConfigError, EngineDead
@@ -200,7 +201,7 @@ class _Run:
         try:
             async with asyncio.TaskGroup() as group:
                 run = group.create_task(dispatch.run(todo, stop))
-                ticker = group.create_task(_tick(progress, session))
+                ticker = group.create_task(_tick(progress, session, dispatch))
                 run.add_done_callback(lambda task: ticker.cancel())
         except BaseExceptionGroup as group_error:
             error = first_stop(group_error)
@@ -217,6 +218,8 @@ class _Run:
         if session.capturing:
             for line in saving.closing_lines(session.stager.counters, session.snapshots.rejected):
                 progress.say(line)
+        if n_rows := dispatch.outcome.undelivered:
+            progress.say(saving.undelivered_line(n_rows, self._config.output, stored=session.capturing))
         if session.failure is not None:
             raise session.failure
         self._captures = session.capturing
@@ -236,13 +239,12 @@ class _Run:
             loop.add_signal_handler(number, caught, number)
 
 
-async def _tick(progress: Progress, session: RecoverySession) -> None:
-    """Once a second: the figures, and what could not be saved, unless that was just said."""
-    seen, said = 0, ""
+async def _tick(progress: Progress, session: RecoverySession, dispatch: Dispatch) -> None:
+    """Once a second: the figures, and what cannot be saved."""
+    notices = Notices()
     while True:
         await asyncio.sleep(1.0)
         progress.tick()
-        n, what = session.trouble
-        if n > seen and what != said:
-            progress.say(saving.waiting_line(what, session.stager.counters.backlog_records))
-        seen, said = n, what if n > seen else ""
+        rows = dispatch.trouble
+        for line in notices.lines(time.monotonic(), [*session.troubles, *([rows] if rows is not None else [])]):
+            progress.say(line)

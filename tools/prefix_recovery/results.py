@@ -33,6 +33,8 @@ class Results:
         self.path = path
         self.done: set[Key] = set()
         self._fd = -1
+        self._cut_at: int | None = None
+        """Where a part of rows begins that could not be taken back yet."""
 
     def open(self) -> None:
         """Read what is there and make ready to append.
@@ -111,20 +113,29 @@ class Results:
             keys.append(key)
             lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")) + "\n")
         data = "".join(lines).encode()
-        start = os.fstat(self._fd).st_size
         try:
+            self._cut()
+            start = os.fstat(self._fd).st_size
+            self._cut_at = start
             written = 0
             while written < len(data):
                 written += os.write(self._fd, data[written:])
             os.fsync(self._fd)
+            self._cut_at = None
         except OSError as error:
-            with contextlib.suppress(OSError):  # the next run cuts a torn row off; the first error is the one to tell
-                os.ftruncate(self._fd, start)
+            with contextlib.suppress(OSError):  # it is cut off before the next row; the first error is the one to tell
+                self._cut()
             raise StoreFull(
                 f"cannot append to {self.path}: {error.strerror}",
-                hint="make room or mend the disk, and run the same command again",
+                hint=f"make room or mend the disk under {self.path.parent}",
             ) from error
         self.done.update(keys)
+
+    def _cut(self) -> None:
+        """Take back the part of rows that an append left."""
+        if self._cut_at is not None:
+            os.ftruncate(self._fd, self._cut_at)
+            self._cut_at = None
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -1,7 +1,7 @@
 """What a run tells its operator about what was and was not saved: lines for stderr.
 
-Owns: the words for what a restore found, for what waits to be stored, and for what was not stored in the end.
-Does not know: when a line is shown, the engine.
+Owns: the words for what a restore found, and for what was not stored in the end.
+Does not know: when a line is shown, what waits meanwhile (waiting.py), the engine.
 
 Invariants:
 1. Everything that a restore or a coordinator counted as not taken is said, with its reason.
@@ -30,12 +30,6 @@ def restored_lines(restored: Restored, n_calls: int, n_tokens: int) -> Iterator[
         yield f"garbage of earlier runs stays for a later run to collect: {restored.uncollected.message}"
 
 
-def waiting_line(what: str, backlog_records: int) -> str:
-    """Said when something could not be saved. `what`: what the last failures said."""
-    waits = f" ({backlog_records} records wait to be stored)" if backlog_records else ""
-    return f"not saved, kept for the next try (decoding goes on){waits}: {what}"
-
-
 def closing_lines(staging: StagingCounters, rejected: Mapping[str, int]) -> Iterator[str]:
     """At the end of a run. `rejected`: records that did not fit the ledger, by reason."""
     yield from _rejected("that were stored", rejected)
@@ -48,6 +42,12 @@ def closing_lines(staging: StagingCounters, rejected: Mapping[str, int]) -> Iter
         yield (
             f"{staging.backlog_records} records could not be stored and end with this process: {staging.last_failure}"
         )
+
+
+def undelivered_line(n_rows: int, output: str, *, stored: bool) -> str:
+    """Said when a run ends before all finished rows were appended."""
+    then = "writes them from the store" if stored else "generates them again"
+    return f"{n_rows} finished rows are not in {output}; the next run {then}"
 
 
 def _rejected(which: str, rejected: Mapping[str, int]) -> Iterator[str]:
