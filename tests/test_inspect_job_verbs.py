@@ -214,7 +214,8 @@ def test_explain_with_a_job_file(
     model = make_tiny_llama(tmp_path / "model", dtype="float32")
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt_token_ids": [3, 4]}\n')
     config = tmp_path / "job.yaml"
-    config.write_text(json.dumps({"model": str(model), "prompts": "prompts.jsonl", "output": "out.jsonl"}))
+    job_file = {"model": str(model), "prompts": "prompts.jsonl", "output": "out.jsonl"}
+    config.write_text(json.dumps({**job_file, "rollout_checkpointing": {"enabled": True, "store": "s"}}))
     here = job_here.job_here(str(config))
     assert here.must["job.samples_per_prompt"] == 1 and set(here.source_digests) == {"a#0"}
     store = MemoryStore()
@@ -229,7 +230,8 @@ def test_explain_with_a_job_file(
     planned = _document(capsys, 0, "plan", "s", "--config", str(config))
     assert planned["totals"]["not_begun"] == 1 and planned["totals"]["reuse"] == 2
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt_token_ids": [3, 4, 5]}\n')
-    document = _document(capsys, 15, "explain", "s", "--config", str(config))
+    document = _document(capsys, 15, "explain", str(config))
+    assert document["config"] == str(config), "a store that was found by its job's file is compared with that"
     assert {f["effect"] for f in document["fields"] if f["kind"] == "must"} == {"none"}
     assert document["prompts"] == {"same": 0, "changed": ["a#0"], "missing": ["gone#0"]}
     ran = run_once(capsys, "plan", "s", "--config", str(tmp_path / "none.yaml"))

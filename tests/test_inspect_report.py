@@ -173,6 +173,18 @@ def test_a_page_that_cannot_be_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupted_page_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    opened_as(monkeypatch, made(stores.several))
+    monkeypatch.setattr(Path, "replace", interrupted)
+    assert run_once(capsys, "report", "s", "--html", str(tmp_path / "page.html")).code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
