@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -111,5 +112,5 @@ def test_every_verb_teaches_by_example(command: str) -> None:
         for example in examples:
             if name == "completion":
                 continue
-            words = shlex.split(example.partition("    ")[0].partition(" > ")[0])
+            words = shlex.split(re.split(r"    | > | \| ", example)[0])
             assert words[0] == command and json.dumps(vars(parser.parse_args(words[1:])), default=str)
