@@ -27,7 +27,7 @@ def table(rows: Mapping[str, Row]) -> str:
     """One line a field."""
     lines = ["| field | after a crash | how | otherwise |", "|---|---|---|---|"]
     for name, row in sorted(rows.items()):
-        kind = row.kind.value + (f" (`{row.needs}`)" if row.needs else "")
+        kind = row.kind.value + (f" ({' or '.join(f'`{need}`' for need in row.needs)})" if row.needs else "")
         instead = f"{row.why}; {row.do}" if row.why else ""
         if row.harmless:
             values = ", ".join(f"`{value}`" for value in row.harmless)

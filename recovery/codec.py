@@ -105,12 +105,16 @@ def chunk_digest(chunk: Chunk) -> bytes:
 
 
 def request_digest(request: Request) -> bytes:
-    """16 bytes over everything that decides what the engine is asked: prompt ids, sampling, extra."""
+    """16 bytes over everything that the caller asks for: prompt ids, sampling, extra.
+
+    Not over the seed that admission gave the call: the same request is the same call with whatever seed it was drawn.
+    """
+    extra = {name: value for name, value in request.extra.items() if name != "draws"}
     state = hashlib.sha256(_REQUEST)
     state.update(_u64(request.prompt_token_ids.shape[0]))
     state.update(_le_int32(request.prompt_token_ids))
     state.update(_lp(canonical_json(dict(request.sampling))))
-    state.update(_lp(canonical_json(dict(request.extra))))
+    state.update(_lp(canonical_json(extra)))
     return state.digest()[:16]
 
 

@@ -113,6 +113,10 @@ class CheckpointingConfig(Block, frozen=True, kw_only=True, forbid_unknown_field
         Literal["restart", "refuse", "redraw"],
         Meta(description="Requests that cannot resume exactly; redraw: sampled ones go on with other draws."),
     ] = "restart"
+    draws: Annotated[
+        Literal["position", "engine"],
+        Meta(description="What draws for sampled calls: seed and position (needs the plug-in), or the engine."),
+    ] = "position"
     grace_s: Annotated[
         float, Meta(ge=0, le=YEAR_S, description="Seconds that the last snapshot may take after SIGTERM.")
     ] = 20.0

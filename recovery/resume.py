@@ -18,7 +18,7 @@ from typing import Any
 
 from recovery import resume_table
 from recovery.model import Request
-from recovery.resume_table import REDRAW, Kind, is_greedy, why
+from recovery.resume_table import Kind, drawn_alike, is_greedy, why
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,9 @@ def blocked_by(request: Request, stop: StopRules) -> str:
 
 def difference(request: Request, abilities: frozenset[str]) -> str:
     """What a resume will change, of a call that is not blocked."""
-    if REDRAW in abilities and not is_greedy(request.sampling):
-        return "another draw from the same distribution"
-    return ""
+    if is_greedy(request.sampling) or drawn_alike(request.sampling, request.extra, abilities):
+        return ""
+    return "another draw from the same distribution"
 
 
 def _ended_by(sampling: Mapping[str, Any], last_token_id: int | None, stop: StopRules) -> Finish | None:

@@ -22,11 +22,16 @@ GREEDY_BELOW = 1e-5
 
 TRUE_SPLIT = "true_split"
 PREFIX_SAFE = "prefix_safe"
+POSITION_DRAWS = "position_draws"
+GENERATOR_DRAWS = "generator_draws"
 REDRAW = "redraw"
 
 ABILITIES = {
     TRUE_SPLIT: "the logits processor `vllm_hooks.logits:TrueSplit` is the last of the engine's `logits_processors` "
     "(`vllm_hooks.engine_arguments(...)` puts it there; so does `prefix-recovery run` on the CPU build)",
+    POSITION_DRAWS: "`vllm_hooks.draws:PositionDraws` is among them, `rollout_checkpointing.draws` is `position`, and "
+    "the engine reports raw logprobs",
+    GENERATOR_DRAWS: "the same with `draws: engine`, on the CPU build",
     PREFIX_SAFE: "every custom logits processor of the engine derives from `vllm_hooks.logits.PrefixSafe`, or there is "
     "none",
     REDRAW: "`rollout_checkpointing.unresumable: redraw`",
@@ -39,20 +44,20 @@ class Kind(Enum):
 
     EXACT = "exact as is"
     PLUGIN = "exact through the plug-in"
-    DIFFERENT = "resumed with a stated difference, if asked for"
+    DRAWN = "exact through the plug-in; without it with a stated difference, if asked for"
     RESTART = "restart-only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One field. `how`: what makes it exact; `why`: what stands in the way where `needs` is not there; `do`: advice.
+    """One field. `how`: what makes it exact; `why`: what stands in the way without one of `needs`; `do`: advice.
 
     `harmless` are values with which the field asks for nothing.
     """
 
     kind: Kind
     how: str = ""
-    needs: str = ""
+    needs: tuple[str, ...] = ()
     why: str = ""
     do: str = ""
     harmless: tuple[Any, ...] = ()
@@ -71,7 +76,7 @@ _DELIVERY = "about how outputs reach the caller"
 _PROMPT_ONLY = "asked for once more with the true prompt alone; the rows of the saved tokens are never in it"
 _COUNTED = Row(
     kind=Kind.PLUGIN,
-    needs=TRUE_SPLIT,
+    needs=(TRUE_SPLIT,),
     how="counted over the saved and the new tokens by our logits processor, in the engine's own arithmetic",
     why="it counts generated tokens only, and a prefix would be counted as prompt",
     do="start the engine with `vllm_hooks.engine_arguments(...)`",
@@ -84,20 +89,21 @@ SAMPLING: Mapping[str, Row] = {
     "frequency_penalty": _COUNTED,
     "repetition_penalty": _exact("counts prompt and output alike"),
     "temperature": Row(
-        kind=Kind.DIFFERENT,
-        needs=REDRAW,
-        how="another draw from the same distribution; such a resume is labelled `statistical`",
-        why="sampling above temperature 0 draws anew after a crash",
-        do="set `unresumable: redraw` if another draw will do",
+        kind=Kind.DRAWN,
+        needs=(POSITION_DRAWS, REDRAW),
+        how="drawn with noise that is a function of the call's seed and the position; with `redraw` alone: another "
+        "draw from the same distribution, labelled `statistical`",
+        why="the engine's generator is not saved, and would draw anew",
+        do="start the engine with `vllm_hooks.engine_arguments(...)`, or set `unresumable: redraw`",
     ),
     "watermarking": _restart("its memory of what was generated is not restored", _LEAVE_OUT),
     "top_p": _exact(_STATELESS),
     "top_k": _exact(_STATELESS),
     "min_p": _exact(_STATELESS),
     "seed": Row(
-        kind=Kind.DIFFERENT,
-        needs=REDRAW,
-        how="as `temperature`; of no account in a greedy call",
+        kind=Kind.DRAWN,
+        needs=(POSITION_DRAWS, GENERATOR_DRAWS, REDRAW),
+        how="as `temperature`, from this seed; with `draws: engine` the engine's own generator is wound on to the cut",
         why="the engine's generator would begin again at the first token",
         do="as `temperature`",
     ),
@@ -129,14 +135,14 @@ SAMPLING: Mapping[str, Row] = {
     "allowed_token_ids": _exact(_STATELESS),
     "extra_args": Row(
         kind=Kind.PLUGIN,
-        needs=PREFIX_SAFE,
+        needs=(PREFIX_SAFE,),
         how="handed on; custom logits processors see prompt and output apart",
         why="custom logits processors may read it, and what they make of a prefix in the prompt is not known",
         do="derive the processor from `vllm_hooks.logits.PrefixSafe`",
     ),
     "bad_words": Row(
         kind=Kind.PLUGIN,
-        needs=TRUE_SPLIT,
+        needs=(TRUE_SPLIT,),
         how="matched against the saved and the new tokens by our logits processor",
         why="a word that straddles the cut would not be seen",
         do="start the engine with `vllm_hooks.engine_arguments(...)`",
@@ -151,6 +157,9 @@ SAMPLING: Mapping[str, Row] = {
 
 _ENGINE_ONLY = "about scheduling, caching or tracing; changes no value"
 
+DRAWS = "draws"
+"""Key of a request's `extra`: its seed, and by which function of seed and position it is drawn."""
+
 REQUEST: Mapping[str, Row] = {
     "prompt": _exact("kept as token ids; the saved tokens follow it"),
     "sampling_params": _exact("see its fields"),
@@ -162,10 +171,11 @@ REQUEST: Mapping[str, Row] = {
     "data_parallel_rank": _exact(_ENGINE_ONLY),
     "session_id": _exact(_ENGINE_ONLY),
     "kv_hints": _exact(_ENGINE_ONLY),
+    DRAWS: _exact("the seed that was given to the call at admission, and stored with it"),
     "cache_salt": _exact("kept with the prompt; changes no value"),
     "logits_processors": Row(
         kind=Kind.PLUGIN,
-        needs=PREFIX_SAFE,
+        needs=(PREFIX_SAFE,),
         how="custom logits processors see prompt and output apart",
         why="the engine has custom logits processors, and what they make of a prefix in the prompt is not known",
         do="derive them from `vllm_hooks.logits.PrefixSafe`",
@@ -204,7 +214,7 @@ def hindrance(sampling: Mapping[str, Any], arguments: Iterable[str], abilities: 
         arguments: names of the other arguments of the request that are set.
         abilities: what this engine and configuration add (keys of ABILITIES).
     """
-    if not is_greedy(sampling) and _stands_in_the_way(row("temperature"), abilities):
+    if not is_greedy(sampling) and not drawn_alike(sampling, arguments, abilities) and REDRAW not in abilities:
         return "seed" if sampling.get("seed") is not None else "temperature"
     names = [name for name in sampling if name not in ("temperature", "seed")]
     lacking = _lacking(names, sampling, abilities)
@@ -219,7 +229,14 @@ def _lacking(names: Iterable[str], sampling: Mapping[str, Any], abilities: froze
 
 
 def _stands_in_the_way(of: Row, abilities: frozenset[str]) -> bool:
-    return of.kind is Kind.RESTART or (of.kind is not Kind.EXACT and of.needs not in abilities)
+    return of.kind is Kind.RESTART or (of.kind is not Kind.EXACT and not abilities.intersection(of.needs))
+
+
+def drawn_alike(sampling: Mapping[str, Any], arguments: Iterable[str], abilities: frozenset[str]) -> bool:
+    """Whether a sampled call draws after a cut what it would have drawn without one."""
+    if DRAWS in arguments:
+        return POSITION_DRAWS in abilities
+    return GENERATOR_DRAWS in abilities and sampling.get("seed") is not None
 
 
 def is_greedy(sampling: Mapping[str, Any]) -> bool:

@@ -29,6 +29,7 @@ from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.arrow_segments import ArrowSegmentCodec
 from vllm_hooks import RecoverableEngine, RecoverySession, surface
+from vllm_hooks.marks import SCHEME
 
 LogprobEntry = list[tuple[int, float]]
 
@@ -171,22 +172,35 @@ async def capturing(
         await session.stop(last_snapshot=last_snapshot)
 
 
-def request_of(name: str, prompt_ids: Sequence[int], params: Any) -> Request:
-    """What RecoverableEngine makes of a request."""
+def request_of(name: str, prompt_ids: Sequence[int], params: Any, draws: str = "position") -> Request:
+    """What RecoverableEngine makes of a request, under this `draws`."""
     sampling = surface.sampling_fields(params)
+    drawn = (
+        {"draws": {"scheme": SCHEME, "seed": params.seed}}
+        if draws == "position" and params.temperature and params.seed is not None
+        else {}
+    )
     return Request(
         rollout=name,
         prompt_token_ids=np.asarray(prompt_ids, dtype=np.int32),
         sampling=sampling,
-        restart_only=table.hindrance(sampling, (), frozenset(table.ABILITIES)),
+        extra=drawn,
+        restart_only=table.hindrance(sampling, drawn, frozenset(table.ABILITIES)),
     )
 
 
 async def put_cut(
-    session: RecoverySession, engine: Any, name: str, params: Any, whole: Answer, start: int, cut: int
+    session: RecoverySession,
+    engine: Any,
+    name: str,
+    params: Any,
+    whole: Answer,
+    start: int,
+    cut: int,
+    draws: str = "position",
 ) -> None:
     """Let a session capture tokens [start, cut) of a call, as if its consumer had been cut off exactly there."""
-    request = request_of(name, whole.prompt_token_ids, params)
+    request = request_of(name, whole.prompt_token_ids, params, draws)
     call = await session.admit(request, surface.stop_rules(engine))
     assert call.n_tokens == start
     if cut > start:
@@ -205,9 +219,14 @@ async def cut_everywhere(
 ) -> Answer:
     """Cut a call at every position (or at `cuts`), carry each on, and compare it with the uninterrupted one.
 
+    What is sampled is compared with a captured call that was not interrupted: its seed draws by position there.
     Returns the uninterrupted answer. Each resume must have asked the engine for exactly what was left.
     """
-    whole = await ask(engine, prompt, params, f"bare-{store.name}")
+    if params.temperature:
+        async with capturing(engine, store.parent / f"{store.name}-whole") as (wrapped, _):
+            whole = await ask(wrapped, prompt, params, "whole")
+    else:
+        whole = await ask(engine, prompt, params, f"bare-{store.name}")
     n = len(whole.token_ids)
     chosen = list(range(1, n + 1)) if cuts is None else sorted({cut for cut in cuts if 0 < cut <= n})
     async with capturing(engine, store) as (_, session):

@@ -131,6 +131,10 @@ def canonical(value):
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+def without_draws(extra):
+    return {name: value for name, value in extra.items() if name != "draws"}
+
+
 def u64(number):
     return struct.pack("<Q", number)
 
@@ -264,7 +268,7 @@ def read_call(row, record):
     name, got = take(identity["opened"]["segment"], identity["opened"]["index"], 0)
     body, prompt = parse(got["body"], name), got["token_ids"]
     parts = [u64(len(prompt)), prompt.astype("<i4").tobytes()]
-    asked = digest(b"request", *parts, lp(canonical(body["sampling"])), lp(canonical(body["extra"])))
+    asked = digest(b"request", *parts, lp(canonical(body["sampling"])), lp(canonical(without_draws(body["extra"]))))
     need(asked == got["digest"], name, "has another request digest")
     need(asked.hex() == identity["request_digest"], name, "is not the request that the ledger names")
     for field in ("rollout", "turn", "restart_only", "source_digest"):

@@ -66,7 +66,7 @@ def test_what_resumes_is_exact(engine: Any, on_loop: OnLoop[Any], tmp_path: Path
 
 RESTART_ONLY: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": 0.7}),
-    ("seed", {"temperature": 0.7, "seed": 3}),
+    ("routed_experts_prompt_start", {"routed_experts_prompt_start": 1}),
     ("logprobs", {"logprobs": 2}),
     ("structured_outputs", {}),
 ]
@@ -85,11 +85,11 @@ def test_restart_only_kinds_begin_again_by_their_name(
 
     async def scenario() -> None:
         with pytest.warns(UserWarning, match=f"a request with {name} starts again after a crash"):
-            async with capturing(engine, tmp_path, flush=4) as (wrapped, session):
+            async with capturing(engine, tmp_path, flush=4, draws="engine") as (wrapped, session):
                 got = await abort_after(wrapped, PROMPT, params, "r", 6 if name != "structured_outputs" else 1)
         cut = read_back(tmp_path).entries["r"].n_tokens
         assert cut >= len(got) > 0
-        async with capturing(engine, tmp_path) as (wrapped, session):
+        async with capturing(engine, tmp_path, draws="engine") as (wrapped, session):
             with pytest.warns(UserWarning, match=name):
                 answer = await ask(wrapped, PROMPT, params, "r")
             (event,) = session.stored.history(call_id_of("r", PROMPT, params))
@@ -109,12 +109,12 @@ def test_restart_only_kinds_begin_again_by_their_name(
 
 def test_restart_only_calls_begin_again_after_an_abort_too(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
     """Within one session: the tokens of the aborted attempt are replaced, in the table and in the store."""
-    params = greedy(30, temperature=1.0, seed=3)
+    params = greedy(30, routed_experts_prompt_start=1)
 
     async def scenario() -> None:
         whole = await ask(engine, PROMPT, params, "bare")
-        with pytest.warns(UserWarning, match="seed"):
-            async with capturing(engine, tmp_path, flush=4) as (wrapped, _):
+        with pytest.warns(UserWarning, match="routed_experts_prompt_start"):
+            async with capturing(engine, tmp_path, flush=4, draws="engine") as (wrapped, _):
                 for _ in range(2):
                     await abort_after(wrapped, PROMPT, params, "r", 10)
                 assert_same(await ask(wrapped, PROMPT, params, "r"), whole)
@@ -133,7 +133,7 @@ def test_unresumable_refuse_names_the_field(
     params = greedy(8, **fields)
 
     async def scenario() -> None:
-        async with capturing(engine, tmp_path, unresumable="refuse") as (wrapped, _):
+        async with capturing(engine, tmp_path, unresumable="refuse", draws="engine") as (wrapped, _):
             with pytest.raises(InputError, match=f"because of {name}:"):
                 await ask(wrapped, PROMPT, params, "r")
             assert len((await ask(wrapped, PROMPT, greedy(8), "fine")).token_ids) == 8

@@ -19,7 +19,7 @@ KINDS = ["DELTA", "CUMULATIVE", "FINAL_ONLY"]
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_k7_a_stop_string_that_straddles_the_cut(
-    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, kind: str, include: bool
+    engine: Any, on_loop: OnLoop[Any], quick_path: Path, kind: str, include: bool
 ) -> None:
     """K7: a stop string of several tokens, cut at each position before, inside and after it: same end, same text."""
 
@@ -27,14 +27,14 @@ def test_k7_a_stop_string_that_straddles_the_cut(
         free = await ask(engine, PROMPT, greedy(40), "free")
         for number, (start, end) in enumerate([(34, 41), (29, 31)]):
             params = greedy(40, kind, stop=["never there", free.text[start:end]], include_stop_str_in_output=include)
-            whole = await cut_everywhere(engine, tmp_path / str(number), PROMPT, params)
+            whole = await cut_everywhere(engine, quick_path / str(number), PROMPT, params)
             assert whole.finish_reason == "stop" and whole.stop_reason == free.text[start:end]
             assert 3 < len(whole.token_ids) < 40
 
     on_loop(scenario())
 
 
-def test_k7_a_stop_string_below_min_tokens_does_not_stop(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
+def test_k7_a_stop_string_below_min_tokens_does_not_stop(engine: Any, on_loop: OnLoop[Any], quick_path: Path) -> None:
     """K7, G6: an occurrence before min_tokens is passed over, whichever side of the cut it lies on."""
 
     async def scenario() -> None:
@@ -43,25 +43,25 @@ def test_k7_a_stop_string_below_min_tokens_does_not_stop(engine: Any, on_loop: O
         last = free.text.rindex(stop)
         early = await ask(engine, PROMPT, greedy(40, stop=[stop]), "early")
         minimum = len(early.token_ids) + 4
-        whole = await cut_everywhere(engine, tmp_path, PROMPT, greedy(40, "DELTA", stop=[stop], min_tokens=minimum))
+        whole = await cut_everywhere(engine, quick_path, PROMPT, greedy(40, "DELTA", stop=[stop], min_tokens=minimum))
         assert len(whole.token_ids) >= minimum and last >= 0
 
     on_loop(scenario())
 
 
-def test_k7_a_stop_string_completed_by_the_last_token(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
+def test_k7_a_stop_string_completed_by_the_last_token(engine: Any, on_loop: OnLoop[Any], quick_path: Path) -> None:
     """The cut comes after the token that completes it, with the budget used up as well: `stop`, not `length`."""
 
     async def scenario() -> None:
         free = await ask(engine, PROMPT, greedy(20), "free")
         params = greedy(20, stop=[free.text[-4:]])
-        whole = await cut_everywhere(engine, tmp_path, PROMPT, params, cuts=[10, 18, 19, 20])
+        whole = await cut_everywhere(engine, quick_path, PROMPT, params, cuts=[10, 18, 19, 20])
         assert (whole.finish_reason, len(whole.token_ids)) == ("stop", 20)
 
     on_loop(scenario())
 
 
-def test_a_repetition_that_begins_before_the_cut(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
+def test_a_repetition_that_begins_before_the_cut(engine: Any, on_loop: OnLoop[Any], quick_path: Path) -> None:
     """repetition_detection looks at all tokens of the call: same end at every cut."""
     from vllm.sampling_params import RepetitionDetectionParams
 
@@ -71,7 +71,7 @@ def test_a_repetition_that_begins_before_the_cut(engine: Any, on_loop: OnLoop[An
         repetition = RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=4)
         for number, kind in enumerate(KINDS):
             params = greedy(40, kind, allowed_token_ids=pair, repetition_detection=repetition)
-            whole = await cut_everywhere(engine, tmp_path / str(number), PROMPT, params)
+            whole = await cut_everywhere(engine, quick_path / str(number), PROMPT, params)
             assert (whole.finish_reason, whole.stop_reason) == ("repetition", "repetition_detected")
 
     on_loop(scenario())
@@ -92,7 +92,7 @@ def test_a_repetition_that_begins_before_the_cut(engine: Any, on_loop: OnLoop[An
     ids=lambda fields: "-".join(fields),
 )
 def test_stateless_fields_and_budgets(
-    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, fields: dict[str, Any]
+    engine: Any, on_loop: OnLoop[Any], quick_path: Path, fields: dict[str, Any]
 ) -> None:
     """G6 and rows of the table that are exact as is, at every cut."""
 
@@ -103,7 +103,7 @@ def test_stateless_fields_and_budgets(
             banned = greedy(32, min_tokens=31, stop_token_ids=[passed_over])
             later = (await ask(engine, PROMPT, banned, "later")).token_ids
             chosen["stop_token_ids"] = [passed_over, next(token for token in later[22:] if token not in later[:22])]
-        whole = await cut_everywhere(engine, tmp_path, PROMPT, greedy(**{"max_tokens": 32, **chosen}))
+        whole = await cut_everywhere(engine, quick_path, PROMPT, greedy(**{"max_tokens": 32, **chosen}))
         if "min_tokens" in chosen:
             assert whole.finish_reason == "stop" and 20 < len(whole.token_ids) < 32
 
@@ -121,21 +121,21 @@ def test_stateless_fields_and_budgets(
     ids=lambda fields: "-".join(fields),
 )
 def test_g2_penalties_keep_prompt_and_prefix_apart(
-    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, fields: dict[str, Any]
+    engine: Any, on_loop: OnLoop[Any], quick_path: Path, fields: dict[str, Any]
 ) -> None:
     """G2, B21: the prompt holds what is generated several times over; penalties count what was generated, and once."""
 
     async def scenario() -> None:
         free = await ask(engine, PROMPT, greedy(12), "free")
         prompt = [*PROMPT, *free.token_ids * 3]
-        whole = await cut_everywhere(engine, tmp_path, prompt, greedy(40, **fields))
+        whole = await cut_everywhere(engine, quick_path, prompt, greedy(40, **fields))
         plain = await ask(engine, prompt, greedy(40), "plain")
         assert whole.token_ids != plain.token_ids, "the penalty decided nothing"
 
     on_loop(scenario())
 
 
-def test_bad_words_across_the_cut(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
+def test_bad_words_across_the_cut(engine: Any, on_loop: OnLoop[Any], quick_path: Path) -> None:
     """A banned word of several tokens, cut between them: its last token is not generated (and would have been)."""
 
     async def scenario() -> None:
@@ -148,13 +148,13 @@ def test_bad_words_across_the_cut(engine: Any, on_loop: OnLoop[Any], tmp_path: P
                 banned.append(word)
         params = greedy(40, bad_words=banned[:6])
         assert banned, "no word of three tokens"
-        whole = await cut_everywhere(engine, tmp_path, PROMPT, params)
+        whole = await cut_everywhere(engine, quick_path, PROMPT, params)
         assert whole.token_ids != free.token_ids, "nothing was banned"
 
     on_loop(scenario())
 
 
-def test_penalised_calls_in_one_batch_with_others(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
+def test_penalised_calls_in_one_batch_with_others(engine: Any, on_loop: OnLoop[Any], quick_path: Path) -> None:
     """Rows of a batch come, go and move: each resumed call keeps its own penalties, the others have none."""
     import asyncio
 
@@ -164,7 +164,7 @@ def test_penalised_calls_in_one_batch_with_others(engine: Any, on_loop: OnLoop[A
 
     async def scenario() -> None:
         wanted = [await ask(engine, asked[i], params[i], f"bare-{i}") for i in range(12)]
-        async with capturing(engine, tmp_path) as (wrapped, session):
+        async with capturing(engine, quick_path) as (wrapped, session):
             for i in range(12):
                 await put_cut(session, engine, f"r{i}", params[i], wanted[i], 0, (i * 5) % 12)
             got = await asyncio.gather(*(ask(wrapped, asked[i], params[i], f"r{i}") for i in range(12)))
@@ -176,14 +176,14 @@ def test_penalised_calls_in_one_batch_with_others(engine: Any, on_loop: OnLoop[A
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_b10_prompt_logprobs_are_of_the_prompt_alone(
-    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, kind: str
+    engine: Any, on_loop: OnLoop[Any], quick_path: Path, kind: str
 ) -> None:
     """B10: asked for on the original request; a resumed and a stored answer have them for the true prompt."""
 
     async def scenario() -> None:
         params = greedy(12, kind, prompt_logprobs=2)
-        whole = await cut_everywhere(engine, tmp_path, PROMPT, params)
-        async with capturing(engine, tmp_path) as (wrapped, session):
+        whole = await cut_everywhere(engine, quick_path, PROMPT, params)
+        async with capturing(engine, quick_path) as (wrapped, session):
             again = [await ask(wrapped, PROMPT, params, f"r{cut}") for cut in (5, 12)]
             assert session.counters.tokens_captured == 0
         assert whole.prompt_logprobs is not None and len(whole.prompt_logprobs) == len(PROMPT)
@@ -193,7 +193,7 @@ def test_b10_prompt_logprobs_are_of_the_prompt_alone(
     on_loop(scenario())
 
 
-def test_b24_another_draw_only_when_asked_for(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
+def test_b24_another_draw_only_when_asked_for(engine: Any, on_loop: OnLoop[Any], quick_path: Path) -> None:
     """B24: `unresumable: redraw` carries a sampled call on, keeps its prefix, and calls the result statistical."""
     from tests.engine_runs import call_id_of, read_back
 
@@ -201,14 +201,14 @@ def test_b24_another_draw_only_when_asked_for(engine: Any, on_loop: OnLoop[Any],
 
     async def scenario() -> None:
         whole = await ask(engine, PROMPT, params, "bare")
-        async with capturing(engine, tmp_path, unresumable="redraw") as (_, session):
+        async with capturing(engine, quick_path, unresumable="redraw") as (_, session):
             await put_cut(session, engine, "r", params, whole, 0, 11)
-        async with capturing(engine, tmp_path, unresumable="redraw", exactness="bitwise") as (wrapped, session):
+        async with capturing(engine, quick_path, unresumable="redraw", exactness="bitwise") as (wrapped, session):
             got = await ask(wrapped, PROMPT, params, "r")
             (event,) = session.stored.history(call_id_of("r", PROMPT, params))
             assert (event.at, event.exactness) == (11, "statistical")
             assert session.counters.tokens_captured == 19
         assert got.token_ids[:11] == whole.token_ids[:11] and len(got.token_ids) == 30
-        assert read_back(tmp_path).transcripts["r"].token_ids.tolist() == got.token_ids
+        assert read_back(quick_path).transcripts["r"].token_ids.tolist() == got.token_ids
 
     on_loop(scenario())

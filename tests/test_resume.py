@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from recovery import resume
 from recovery.resume import Finish, Restart, Resume, StopRules
-from recovery.resume_table import REDRAW, TRUE_SPLIT
+from recovery.resume_table import REDRAW, TRUE_SPLIT, why
 from tests.fakes import request
 
 STOP = StopRules(eos_token_ids=(2, 7), max_model_len=4096)
@@ -134,9 +134,7 @@ def test_a_whole_answer_of_a_restart_only_call_is_not_thrown_away() -> None:
     one = request(prompt=range(8), sampling={"temperature": 1.0, "max_tokens": 32}, restart_only="temperature")
     assert resume.plan(one, 32, 50, STOP) == Finish("length", None)
     assert resume.plan(one, 10, 2, STOP) == Finish("stop", None)
-    assert resume.plan(one, 10, 50, STOP) == Restart(
-        "temperature: sampling above temperature 0 draws anew after a crash"
-    )
+    assert resume.plan(one, 10, 50, STOP) == Restart(f"temperature: {why('temperature')}")
 
 
 # ---- what an engine and a policy decide ---------------------------------------------------------------------------

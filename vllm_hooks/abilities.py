@@ -14,9 +14,13 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module, metadata
 from typing import Any
 
-from recovery.resume_table import PREFIX_SAFE, TRUE_SPLIT
+from recovery.resume_table import GENERATOR_DRAWS, POSITION_DRAWS, PREFIX_SAFE, TRUE_SPLIT
 
 TRUE_SPLIT_CLASS = "vllm_hooks.logits:TrueSplit"
+DRAWS_CLASS = "vllm_hooks.draws:PositionDraws"
+_OURS = (DRAWS_CLASS, TRUE_SPLIT_CLASS)
+_RAW = ("raw_logprobs", "raw_logits")
+"""With the other modes the engine reports what the sampler left, and ours leaves one token."""
 
 
 def engine_arguments(**arguments: Any) -> dict[str, Any]:
@@ -27,7 +31,7 @@ def engine_arguments(**arguments: Any) -> dict[str, Any]:
     if arguments.get("speculative_config"):
         return arguments
     listed = list(arguments.get("logits_processors") or ())
-    return {**arguments, "logits_processors": [*listed, *(one for one in (TRUE_SPLIT_CLASS,) if one not in listed)]}
+    return {**arguments, "logits_processors": [*listed, *(one for one in _OURS if one not in listed)]}
 
 
 def abilities_of(engine: Any) -> frozenset[str]:
@@ -41,6 +45,10 @@ def abilities_of(engine: Any) -> frozenset[str]:
             return frozenset(found)  # a V2 runner has processors of another kind, a speculative engine none
         if classes and _name(classes[-1]) == TRUE_SPLIT_CLASS:
             found.add(TRUE_SPLIT)
+        if DRAWS_CLASS in map(_name, classes) and config.model_config.logprobs_mode in _RAW:
+            found.add(POSITION_DRAWS)
+            if _draws_by_kernel():
+                found.add(GENERATOR_DRAWS)
     return frozenset(found)
 
 
@@ -59,6 +67,17 @@ def _processors(model_config: Any) -> Iterator[type]:
         yield found
 
 
+def _draws_by_kernel() -> bool:
+    """Whether the engine's own sampler is the CPU build's, which takes one number of a request's generator a token."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    current_platform.import_kernels()
+    return hasattr(torch.ops._C, "fused_gumbel_argmax")
+
+
 def _name(one: type) -> str:
     return f"{one.__module__}:{one.__qualname__}"
 
@@ -66,7 +85,7 @@ def _name(one: type) -> str:
 def _is_prefix_safe(one: type) -> bool:
     from vllm_hooks.logits import PrefixSafe
 
-    return issubclass(one, PrefixSafe) or _name(one) == TRUE_SPLIT_CLASS
+    return issubclass(one, PrefixSafe) or _name(one) in _OURS
 
 
 def fields_of(engine: Any) -> Mapping[str, Any]:

@@ -25,7 +25,9 @@ from recovery import resume
 from recovery.calls import LiveCall
 from recovery.errors import CaptureDisagrees
 from recovery.model import FINISH_REASONS, Request
+from recovery.resume_table import DRAWS, GENERATOR_DRAWS, POSITION_DRAWS, is_greedy
 from vllm_hooks import surface
+from vllm_hooks.marks import SCHEME
 from vllm_hooks.outputs import Assembly
 from vllm_hooks.pull import Pulled, PullReader, can_pull
 from vllm_hooks.session import RecoverySession
@@ -84,13 +86,16 @@ class RecoverableEngine:
     def _request(self, request_id: str, ids: Any, params: Any, arguments: dict[str, Any]) -> Request:
         sampling = surface.sampling_fields(params)
         lora = arguments.get("lora_request")
-        extra = {"lora_request": lora.lora_name} if lora is not None else {}
+        extra: dict[str, Any] = {"lora_request": lora.lora_name} if lora is not None else {}
+        if POSITION_DRAWS in self._stop.abilities and not is_greedy(sampling):
+            given = params.seed
+            extra[DRAWS] = {"scheme": SCHEME, "seed": self._session.new_seed() if given is None else given}
         return Request(
             rollout=request_id,
             prompt_token_ids=ids,
             sampling=sampling,
             extra=extra,
-            restart_only=resume.hindrance(sampling, self._set_of(params, arguments), self._stop),
+            restart_only=resume.hindrance(sampling, [*extra, *self._set_of(params, arguments)], self._stop),
             source_digest=self._session.source_digests.get(request_id, ""),
         )
 
@@ -132,6 +137,10 @@ class RecoverableEngine:
         engine_params = surface.pulled_params(params) if pulled else surface.capturing_params(params)
         if isinstance(plan, resume.Resume):
             surface.resuming_params(engine_params, plan)
+            if params.seed is not None and GENERATOR_DRAWS in self._stop.abilities:
+                surface.winding_params(engine_params, plan.n_prefix)
+        if DRAWS in call.request.extra and POSITION_DRAWS in self._stop.abilities:
+            surface.drawing_params(engine_params, int(call.request.extra[DRAWS]["seed"]))
         try:
             stream = self._engine.generate(engine_input, engine_params, request_id, **arguments)
             async with contextlib.aclosing(stream):

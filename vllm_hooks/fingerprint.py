@@ -20,7 +20,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from recovery.resume import StopRules
+from recovery.resume_table import POSITION_DRAWS
 from vllm_hooks.abilities import fields_of
+from vllm_hooks.marks import SCHEME
 from vllm_hooks.surface import tokenizer_of
 
 FULL_BYTES = 2 << 30
@@ -37,13 +40,17 @@ PROBE = (
 """Text with what tokenizers disagree on: digits, accents in both forms, emoji, code, special tokens, odd spaces."""
 
 
-def engine_fields(engine: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(must, recorded) of a vLLM engine. Reads the model's files; call it off the event loop."""
+def engine_fields(engine: Any, rules: StopRules) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(must, recorded) of a vLLM engine with these rules (start.rules_of).
+
+    Reads the model's files; call it off the event loop.
+    """
     config = engine.vllm_config
     model = config.model_config
     must: dict[str, Any] = {
         "model.config": config_digest(model.hf_config.to_dict()),
         "model.weights": weights_digest(model.model, getattr(model.hf_config, "_commit_hash", None)),
+        "sampling.draws": SCHEME if POSITION_DRAWS in rules.abilities else "engine",
         "logprobs.kind": str(getattr(model, "logprobs_mode", "raw_logprobs")),
         **tokenizer_fields(tokenizer_of(engine)),
     }

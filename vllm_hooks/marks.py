@@ -1,6 +1,6 @@
 """What the front end tells our parts inside the engine about one request, in its `extra_args`.
 
-Owns: the key, and how a mark is put there and read.
+Owns: the key, the name of the noise that draws.py makes, and how a mark is put there and read.
 Does not know: what is made of it.
 
 Invariants:
@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 KEY = "prefix_recovery"
+
+SCHEME = "position-1"
+"""Names the noise of draws.py: another function is another name, and no call goes on under another one."""
 
 
 def mark(params: Any, **facts: Any) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recovery.resume_table import POSITION_DRAWS
 from vllm_hooks import surface
 from vllm_hooks.pull import PullReader
 
@@ -40,7 +41,12 @@ NOT_TESTED = Parity("statistical", 0, 0, 0.0, False)
 
 
 async def self_test(engine: Any, *, n_calls: int = 4, n_tokens: int = 24, prompt_tokens: int = 24) -> Parity:
-    """Grade an engine. Runs `n_calls` greedy calls twice, the second time from cuts; on the engine's own loop."""
+    """Grade an engine. Runs `n_calls` calls twice, the second time from cuts; on the engine's own loop.
+
+    Every second call is sampled, where the engine has vllm_hooks.draws.
+    """
+    drawn = POSITION_DRAWS in surface.stop_rules(engine).abilities
+    seeds = [call if drawn and call % 2 else None for call in range(n_calls)]
     room = int(engine.vllm_config.model_config.max_model_len)
     if prompt_tokens + 7 * n_calls + n_tokens > room:
         prompt_tokens, n_tokens = room // 4, room // 4
@@ -49,11 +55,15 @@ async def self_test(engine: Any, *, n_calls: int = 4, n_tokens: int = 24, prompt
     lengths = [min(prompt_tokens + 7 * call, room // 2) for call in range(n_calls)]
     prompts = [[rng.randrange(vocabulary) for _ in range(length)] for length in lengths]
     watch = PullWatch(engine)
-    whole = await asyncio.gather(*(_run(engine, f"parity-{i}", p, n_tokens, watch) for i, p in enumerate(prompts)))
+    whole = await asyncio.gather(
+        *(_run(engine, f"parity-{i}", p, n_tokens, watch, seeds[i]) for i, p in enumerate(prompts))
+    )
     cuts = [1 + (call * 5 + 3) % (n_tokens - 1) for call in range(n_calls)]
     rest = await asyncio.gather(
         *(
-            _run(engine, f"parity-{i}-resumed", [*prompt, *whole[i][0][:cut]], n_tokens - cut, watch, flat=True)
+            _run(
+                engine, f"parity-{i}-resumed", [*prompt, *whole[i][0][:cut]], n_tokens - cut, watch, seeds[i], flat=True
+            )
             for i, (prompt, cut) in enumerate(zip(prompts, cuts, strict=True))
         )
     )
@@ -92,14 +102,24 @@ class PullWatch:
 
 
 async def _run(
-    engine: Any, name: str, prompt: Sequence[int], n_tokens: int, watch: PullWatch, *, flat: bool = False
+    engine: Any,
+    name: str,
+    prompt: Sequence[int],
+    n_tokens: int,
+    watch: PullWatch,
+    seed: int | None,
+    *,
+    flat: bool = False,
 ) -> tuple[list[int], list[float]]:
-    """One greedy call, streamed; `flat` chooses vLLM's other container of logprobs, so that both are compared."""
+    """One call, streamed, greedy without a seed; `flat` chooses vLLM's other container of logprobs.
+
+    Both containers are compared that way.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
-        temperature=0.0,
+        temperature=0.0 if seed is None else 1.0,
         max_tokens=n_tokens,
         ignore_eos=True,
         logprobs=0,
@@ -108,6 +128,8 @@ async def _run(
         output_kind=RequestOutputKind.DELTA,
         skip_reading_prefix_cache=True,
     )
+    if seed is not None:
+        surface.drawing_params(params, seed)
     ids: list[int] = []
     logprobs: list[float] = []
     async for output in engine.generate(surface.token_prompt(prompt), params, name):

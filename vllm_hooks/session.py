@@ -77,7 +77,7 @@ class RecoverySession:
         self.capturing = opened is not None
         self.stored = StoredCalls(opened)
         self.counters = SessionCounters()
-        self.unresumable = Unresumable(config.unresumable)
+        self.unresumable = Unresumable(config)
         self.source_digests: Mapping[str, str] = {}
         self._version = PolicyVersion()
         self.pulls = False
@@ -145,7 +145,7 @@ class RecoverySession:
         """
         if effective_mode(config) == "off":
             return cls(config, None, keeps_results=keeps_results)
-        rules = Unresumable(config.unresumable).rules(stop or StopRules((), 1 << 30))
+        rules = Unresumable(config).rules(stop or StopRules((), 1 << 30))
         opened = open_store_for(
             config,
             must or {},
@@ -267,6 +267,11 @@ class RecoverySession:
         call.end(finish_reason, stop_reason)
         self._n_captured += 1
         self.flushing.ended()
+
+    def new_seed(self) -> int:
+        """For a sampled call that was given none. Stored with the call, so that it is drawn alike in every process."""
+        assert self.opened is not None
+        return int(self.opened.entropy.hex(6), 16)
 
     def pull(self, call: LiveCall, reader: PullReader, request_id: str) -> Pulled:
         """Read this call's tokens from the engine's front end, at cuts and now and then, from here on."""

@@ -14,11 +14,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from recovery.config import CheckpointingConfig, effective_mode
+from recovery.resume import StopRules
 from vllm_hooks import surface
 from vllm_hooks.fingerprint import engine_fields
 from vllm_hooks.parity import NOT_TESTED, self_test
 from vllm_hooks.session import RecoverySession
+from vllm_hooks.unresumable import Unresumable
 from vllm_hooks.watching import Reading
+
+
+def rules_of(engine: Any, config: CheckpointingConfig) -> StopRules:
+    """What ends a call in this engine, and what may be resumed on it as configured."""
+    return Unresumable(config).rules(surface.stop_rules(engine))
 
 
 async def open_session(
@@ -46,13 +53,14 @@ async def open_session(
     if effective_mode(config) == "off":
         return RecoverySession(config, None)
     parity = await self_test(engine) if test else NOT_TESTED
-    own, recorded = await asyncio.to_thread(engine_fields, engine)
+    rules = rules_of(engine, config)
+    own, recorded = await asyncio.to_thread(engine_fields, engine, rules)
     session = await asyncio.to_thread(
         lambda: RecoverySession.open(
             config,
             must={**own, **(must or {})},
             recorded=recorded,
-            stop=surface.stop_rules(engine),
+            stop=rules,
             owner=owner,
             exactness=parity.grade,
             keeps_results=keeps_results,

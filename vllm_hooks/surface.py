@@ -208,6 +208,20 @@ def resuming_params(clone: Any, plan: Resume) -> Any:
     return clone
 
 
+def drawing_params(clone: Any, seed: int) -> Any:
+    """Let vllm_hooks.draws draw, with the top-k and top-p of `clone`, which is changed in place."""
+    mark(clone, draws=[seed, clone.top_k, clone.top_p])
+    clone.seed, clone.top_k, clone.top_p = None, 0, 1.0
+    return clone
+
+
+def winding_params(clone: Any, n_prefix: int) -> Any:
+    """Let vllm_hooks.draws draw on where the engine's generator of this seed was; `clone` is changed in place."""
+    mark(clone, generator=[clone.seed, n_prefix, clone.top_k, clone.top_p])
+    clone.seed, clone.top_k, clone.top_p = None, 0, 1.0
+    return clone
+
+
 def trim(output: Any, keep: int) -> None:
     """Cut the delta of an engine output down to its first `keep` tokens, as if no more had come."""
     completion = output.outputs[0]

@@ -1,6 +1,6 @@
 """Requests that cannot be resumed exactly: refused, or accepted with one warning per kind. Named, never silent.
 
-Owns: the policy `unresumable`, what it adds to what may be resumed, and the counts of what was let through.
+Owns: the policy `unresumable`, what configuration adds to what may be resumed, and the counts of what was let through.
 Does not know: which requests those are (recovery.resume_table, surface.py).
 
 Invariants:
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import Literal
 
 from recovery import resume_table
+from recovery.config import CheckpointingConfig
 from recovery.errors import InputError
 from recovery.model import Request
 from recovery.resume import StopRules
@@ -23,15 +23,17 @@ from recovery.resume import StopRules
 class Unresumable:
     """`uncaptured` and `restart_only` count requests by field name."""
 
-    def __init__(self, policy: Literal["restart", "refuse", "redraw"]) -> None:
-        self._policy = policy
+    def __init__(self, config: CheckpointingConfig) -> None:
+        self._policy = config.unresumable
+        self._draws = config.draws
         self.uncaptured: dict[str, int] = {}
         self.restart_only: dict[str, int] = {}
 
     def rules(self, stop: StopRules) -> StopRules:
-        """What may be resumed on an engine with these rules, under this policy."""
+        """What may be resumed on an engine with these rules, as configured."""
+        unused = resume_table.GENERATOR_DRAWS if self._draws == "position" else resume_table.POSITION_DRAWS
         added = {resume_table.REDRAW} if self._policy == "redraw" else set()
-        return dataclasses.replace(stop, abilities=stop.abilities | added)
+        return dataclasses.replace(stop, abilities=stop.abilities - {unused} | added)
 
     def pass_through(self, request_id: str, kind: str) -> None:
         """A request of which nothing can be stored in this version. Raises InputError if it is refused."""

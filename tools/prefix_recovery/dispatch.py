@@ -255,7 +255,7 @@ class Dispatch:
 
     async def _to_the_end(self, sample: Sample) -> None:
         try:
-            prompt, params = self._requests.prepare(sample.prompt)
+            prompt, params = self._requests.prepare(sample.prompt, sample.index)
             output = await self._generate(sample, prompt, params)
         except InputError as error:
             self._refused(sample, error.message)

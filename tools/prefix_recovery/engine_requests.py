@@ -41,8 +41,11 @@ class Requests:
         """The sampling of one prompt, as its line and the job ask for it."""
         return {"logprobs": 0, **self._sampling, **prompt.sampling}
 
-    def prepare(self, prompt: Prompt) -> tuple[Any, Any]:
-        """Prompt ids and SamplingParams of a prompt. Raises InputError for what cannot be one."""
+    def prepare(self, prompt: Prompt, index: int = 0) -> tuple[Any, Any]:
+        """Prompt ids and SamplingParams of a prompt's sample number `index`. Raises InputError for what cannot be one.
+
+        A seed is that of the first sample; the others count on from it, as those of one request with `n` do in vLLM.
+        """
         from vllm.sampling_params import RequestOutputKind
 
         try:
@@ -50,6 +53,8 @@ class Requests:
         except (TypeError, ValueError) as error:
             raise InputError(f"sampling: {error}", hint="see vLLM's SamplingParams for the fields") from error
         params.output_kind = RequestOutputKind.FINAL_ONLY
+        if params.seed is not None:
+            params.seed += index
         ids = self.token_ids(prompt)
         if self._tokenizer is None and (largest := max(ids)) >= self._vocabulary:
             # vLLM leaves this check to the tokenizer, and an engine without one dies of such an id.

@@ -37,16 +37,15 @@ def job_fields(config: JobConfig) -> dict[str, Any]:
 
 def job_here(path: str) -> JobHere:
     """Reads the job file, the model's files and the prompts. Raises ConfigError."""
-    from vllm_hooks import surface
     from vllm_hooks.fingerprint import engine_fields
-    from vllm_hooks.unresumable import Unresumable
+    from vllm_hooks.start import rules_of
 
     config = load_config(path)
     prompts = read_prompts(config.prompts)
     engine = Unstarted(config.model, config.engine)
-    must, recorded = engine_fields(engine)
+    rules = rules_of(engine, config.rollout_checkpointing)
+    must, recorded = engine_fields(engine, rules)
     requests = Requests(engine, config.sampling)
     samples = prompts.samples(config.samples_per_prompt)
     digests = {sample.name: requests.source_digest(sample.prompt) for sample in samples}
-    stop = Unresumable(config.rollout_checkpointing.unresumable).rules(surface.stop_rules(engine))
-    return JobHere({**must, **job_fields(config)}, recorded, stop, digests)
+    return JobHere({**must, **job_fields(config)}, recorded, rules, digests)
