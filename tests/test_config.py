@@ -68,6 +68,7 @@ rollout_checkpointing:
   keep_latest_k: 2
   restore: auto
   unresumable: restart
+  draws: position
   grace_s: 20
 rollout:
   max_policy_version_lag: null
@@ -578,6 +579,7 @@ BLOCKS = st.builds(
     keep_latest_k=st.integers(1, 99),
     restore=st.sampled_from(["auto", "never", "strict"]) | st.integers(1, 10**19),
     unresumable=st.sampled_from(["restart", "refuse"]),
+    draws=st.sampled_from(["position", "engine"]),
     grace_s=SECONDS | st.just(0),
 )
 ROLLOUTS = st.builds(

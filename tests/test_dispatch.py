@@ -102,13 +102,13 @@ def test_a_refused_line_may_be_mended(engine: Any, on_loop: OnLoop[Any], tiny_mo
     assert sorted(row["id"] for row in rows_of(tmp_path)) == ["p-0", "x"]
 
 
-@pytest.mark.parametrize("name", ["temperature", "stop"])
+@pytest.mark.parametrize("name", ["temperature", "routed_experts_prompt_start"])
 def test_refuse_costs_the_sample_and_names_the_field(
     engine: Any, on_loop: OnLoop[Any], tiny_model: Path, tmp_path: Path, name: str
 ) -> None:
-    odd = {"temperature": {"temperature": 0.5}, "stop": {"stop": ["x"]}}[name]
+    odd = {"temperature": 0.5} if name == "temperature" else {name: 1}
     rows = [*lines(2, least=10), {"id": "odd", "prompt": "hello", "sampling": odd}]
-    config = write_job(tmp_path, tiny_model, rows, block={"unresumable": "refuse"})
+    config = write_job(tmp_path, tiny_model, rows, block={"unresumable": "refuse", "draws": "engine"})
     outcome, _ = on_loop(run_here(engine, config))
     (bad,) = outcome.bad
     assert (bad.line, bad.id) == (3, "odd") and f"because of {name}:" in bad.error

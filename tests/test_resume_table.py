@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery import resume_table as table
-from recovery.resume_table import ABILITIES, REDRAW, REQUEST, SAMPLING, UNCAPTURED, Kind, hindrance
+from recovery.resume_table import (
+    ABILITIES,
+    DRAWS,
+    GENERATOR_DRAWS,
+    POSITION_DRAWS,
+    REDRAW,
+    REQUEST,
+    SAMPLING,
+    UNCAPTURED,
+    Kind,
+    hindrance,
+)
 
 ROOT = Path(__file__).parents[1]
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -51,7 +62,7 @@ def test_the_page_is_made_of_the_table() -> None:
 def test_a_row_says_what_is_needed(name: str) -> None:
     row = table.row(name)
     assert bool(row.how) == (row.kind is not Kind.RESTART)
-    assert bool(row.needs) == (row.kind in (Kind.PLUGIN, Kind.DIFFERENT)) and (not row.needs or row.needs in ABILITIES)
+    assert bool(row.needs) == (row.kind in (Kind.PLUGIN, Kind.DRAWN)) and set(row.needs) <= set(ABILITIES)
     assert bool(row.why) == bool(row.do) == (row.kind is not Kind.EXACT)
 
 
@@ -85,8 +96,15 @@ def test_an_unknown_field_is_restart_only_by_its_name(name: str) -> None:
         ({"temperature": 1.0, "seed": 5, "a_field_of_next_year": 1}, "seed"),
     ],
 )
-def test_what_is_drawn_is_not_resumed_unless_asked_for(sampling: dict[str, Any], expected: str) -> None:
+def test_what_is_drawn_is_not_resumed_unless_it_is_drawn_alike_or_asked_for(
+    sampling: dict[str, Any], expected: str
+) -> None:
     assert hindrance(sampling, (), NONE) == expected
+    assert hindrance(sampling, (), frozenset({POSITION_DRAWS})) == expected, "it was not drawn by position"
+    other = "a_field_of_next_year" if len(sampling) == 3 else ""
+    assert hindrance(sampling, [DRAWS], frozenset({POSITION_DRAWS})) == other
+    assert hindrance(sampling, [DRAWS], frozenset({GENERATOR_DRAWS})) == expected
+    assert hindrance(sampling, (), frozenset({GENERATOR_DRAWS})) == (other if "seed" in sampling else expected)
     assert hindrance(sampling, (), frozenset({REDRAW})) == ("a_field_of_next_year" if len(sampling) == 3 else "")
 
 

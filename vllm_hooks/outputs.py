@@ -84,25 +84,22 @@ class Assembly:
             return False
         completion = output.outputs[0]
         fresh = list(completion.token_ids)
-        assert self._detokenizer is not None
-        before = self._detokenizer.num_output_tokens() if not self._undecoded else len(self._ids)
-        stop = self._feed(fresh, by_token=completion.finish_reason == "stop")
-        ended: tuple[str, str] | None = None
-        keep = len(fresh)
-        if stop is not None:
-            ended, keep = ("stop", stop), self._detokenizer.num_output_tokens() - before
-        self._ids.extend(fresh[:keep])
-        if ended is None and completion.finish_reason is None and self._repetition is not None:
-            for kept in range(1, keep + 1):
-                if self._repeats(before + kept):
-                    ended = REPETITION
-                    del self._ids[before + kept :]
-                    keep = kept
-                    break
-        if ended is None:
-            return False
-        surface.trim(output, keep)
-        completion.finish_reason, completion.stop_reason = ended
+        # One by one, as the engine looked at them: an output that waited may hold many tokens.
+        for n, token in enumerate(fresh, start=1):
+            last = n == len(fresh)
+            self._ids.append(token)
+            stop = self._feed([token], by_token=last and completion.finish_reason == "stop")
+            if stop is not None:
+                return self._end(output, n, ("stop", stop))
+            looks = not last or completion.finish_reason is None  # what ends a call by its last token comes first
+            if looks and self._repeats(len(self._ids)):
+                return self._end(output, n, REPETITION)
+        return False
+
+    @staticmethod
+    def _end(output: Any, n_tokens: int, ended: tuple[str, str]) -> bool:
+        surface.trim(output, n_tokens)
+        output.outputs[0].finish_reason, output.outputs[0].stop_reason = ended
         output.finished = True
         return True
 
