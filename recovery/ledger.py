@@ -2,28 +2,32 @@
 
 Owns: the state of every call, the rules by which a stored record extends it, and what changed since the last
 published ledger object.
-Does not know: tokens, the store, how a row is checked and made (ledger_rows.py) or encoded (ports.LedgerCodec), when a
-snapshot is taken.
+Does not know: tokens, the store, how a row is checked and made (ledger_rows.py) or encoded (ports.LedgerCodec), what is
+said again in which object (ledger_writer.py), when a snapshot is taken.
 
 Invariants:
 1. The chunks of a call start at 0, are contiguous, and end at `n_tokens`.
 2. A record extends a call only at the call's current attempt and exactly at its end; anything else is rejected with
    its reason and changes nothing.
 3. An ended call never changes again, except to be dropped; where its records lie may change (`move`).
-4. base + deltas in order = this ledger: `delta()` since the last `published()` loses nothing, and a publication that
-   failed is contained in the next delta.
+4. What published objects say in order is this ledger: `rows()` since the last `published()` loses nothing, and a
+   publication that failed is contained in the next one.
 5. The counts are those of the entries, at every moment.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from recovery.ledger_rows import Change, Entry, mentioned, merged, row_of
+import numpy as np
+
+from recovery.coordinates import ChunkAt, Coordinates, EndedAt, OpenedAt
+from recovery.errors import Damaged
+from recovery.ledger_columns import ChunkRefs, LedgerRows, Names, unpacked
+from recovery.ledger_rows import Change, Entry, merge, rows_of
 from recovery.model import (
     ENDED,
     OPEN,
@@ -43,40 +47,6 @@ __all__ = ["ChunkAt", "Coordinates", "Counts", "EndedAt", "Entry", "Ledger", "Op
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedAt:
-    """Coordinates of an `Opened` record."""
-
-    call_id: CallId
-    attempt: int
-    identity: Identity
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkAt:
-    """Coordinates of a chunk."""
-
-    call_id: CallId
-    attempt: int
-    chunk: ChunkRef
-
-
-@dataclass(frozen=True, slots=True)
-class EndedAt:
-    """An `Ended` record; it is small enough to be its own coordinates."""
-
-    call_id: CallId
-    attempt: int
-    n_tokens: int
-    finish_reason: str
-    stop_reason: int | str | None
-
-
-_EVERYTHING = Change(0, identity=True, history=True)
-
-Coordinates = OpenedAt | ChunkAt | EndedAt
-
-
-@dataclass(frozen=True, slots=True)
 class Counts:
     """Figures over the whole ledger, for the log entry and for people."""
 
@@ -92,10 +62,12 @@ class Counts:
 class Ledger:
     """All calls of a job, as far as they are stored."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Names | None = None) -> None:
+        self.names = names or Names()
         self._entries: dict[CallId, Entry] = {}
         self._changes: dict[CallId, Change] = {}
-        self._segments = SegmentTable()
+        self._unsettled: set[CallId] = set()
+        self.segments = SegmentTable(self.names)
         self._n_ended = self._n_tokens = self._n_chunks = 0
 
     def __len__(self) -> int:
@@ -108,25 +80,28 @@ class Ledger:
         return self._entries.get(call_id)
 
     def segment(self, key: str) -> SegmentInfo:
-        return self._segments[key]
+        return self.segments[key]
 
     def knows_segment(self, key: str) -> bool:
-        return self._segments.is_in_use(key)
+        return self.segments.is_in_use(key)
 
     @property
     def n_changed(self) -> int:
         return len(self._changes)
 
+    @property
+    def n_chunks(self) -> int:
+        return self._n_chunks
+
     def segments_in_use(self) -> set[str]:
-        return self._segments.in_use()
+        return self.segments.in_use()
 
     def excerpt(self, call_ids: Iterable[CallId]) -> Ledger:
         """Copies of these calls (of those that are known), for somebody who reads while this ledger goes on."""
-        part = Ledger()
-        for entry in filter(None, map(self._entries.get, call_ids)):
-            for at in (entry.identity.opened, *(chunk.at for chunk in entry.chunks)):
-                part.describe(self._segments[at.segment])
-            part._merge(row_of(entry.call_id, entry, _EVERYTHING))
+        part = Ledger(Names(self.names))
+        rows = rows_of(self._entries, {}, filter(self._entries.__contains__, call_ids), self.names)
+        part.merge({"segments": {number: self.segments.info(number) for number in rows.segments()}}, rows)
+        part.settle()
         return part
 
     def counts(self) -> Counts:
@@ -136,15 +111,15 @@ class Ledger:
             ended=self._n_ended,
             tokens=self._n_tokens,
             chunks=self._n_chunks,
-            segments=len(self._segments.in_use()),
-            nbytes=self._segments.nbytes_in_use(),
+            segments=len(self.segments),
+            nbytes=self.segments.nbytes_in_use(),
         )
 
     # ---- records extend calls -------------------------------------------------------------------------------
 
     def describe(self, info: SegmentInfo) -> None:
         """Make a segment known right before its coordinates are applied."""
-        self._segments.describe(info)
+        self.segments.describe(info)
 
     def apply(self, at: Coordinates) -> str:
         """Extend a call by one stored record. Returns "" or the reason why it does not extend the ledger."""
@@ -159,8 +134,9 @@ class Ledger:
     def _open(self, at: OpenedAt) -> str:
         entry = self._entries.get(at.call_id)
         if entry is None:
-            self._entries[at.call_id] = Entry(at.call_id, at.attempt, at.identity)
-            self._segments.refer(at.identity.opened.segment)
+            chunks = ChunkRefs(self.names, bytearray())
+            self._entries[at.call_id] = Entry(at.call_id, at.attempt, at.identity, chunks)
+            self.segments.refer(self.names.number(at.identity.opened.segment))
             self._changes[at.call_id] = Change(0, identity=True, history=True)
             return ""
         if entry.state != OPEN:
@@ -181,7 +157,7 @@ class Ledger:
         entry.n_tokens = at.chunk.stop
         self._n_tokens += at.chunk.n_tokens
         self._n_chunks += 1
-        self._segments.refer(at.chunk.at.segment)
+        self.segments.refer(self.names.number(at.chunk.at.segment))
         return ""
 
     def _end(self, at: EndedAt) -> str:
@@ -234,6 +210,7 @@ class Ledger:
 
     def retract(self, segment: str, call_ids: Iterable[CallId]) -> None:
         """A stored segment turned out bad: each of these calls is cut back to what lies before it."""
+        number = self.names.number(segment)
         for call_id in call_ids:
             entry = self._entries.get(call_id)
             if entry is None:
@@ -241,7 +218,8 @@ class Ledger:
             if entry.identity.opened.segment == segment:
                 self.drop(call_id)
                 continue
-            keep = next((i for i, c in enumerate(entry.chunks) if c.at.segment == segment), len(entry.chunks))
+            bad = np.flatnonzero(unpacked(entry.chunks.after(0))["segment"] == number)
+            keep = int(bad[0]) if bad.size else len(entry.chunks)
             change = self._change(entry)
             change.kept = min(change.kept, keep)
             self._keep_first(entry, keep)
@@ -254,7 +232,7 @@ class Ledger:
         entry = self._entries.get(call_id)
         if entry is None:
             return "the call is unknown"
-        first = bisect_left(entry.chunks, old[0].start, key=lambda chunk: chunk.start)
+        first = int(np.searchsorted(unpacked(entry.chunks.after(0))["start"], old[0].start))
         if entry.chunks[first : first + len(old)] != list(old):
             return "the call has other chunks by now"
         assert (new[0].start, new[-1].stop) == (old[0].start, old[-1].stop)
@@ -262,10 +240,10 @@ class Ledger:
         change = self._change(entry)
         change.kept = min(change.kept, first)
         for chunk in new:
-            self._segments.refer(chunk.at.segment)
+            self.segments.refer(self.names.number(chunk.at.segment))
         for chunk in old:
-            self._segments.unrefer(chunk.at.segment)
-        entry.chunks[first : first + len(old)] = new
+            self.segments.unrefer(self.names.number(chunk.at.segment))
+        entry.chunks.splice(first, len(old), new)
         self._n_chunks += len(new) - len(old)
         return ""
 
@@ -275,8 +253,8 @@ class Ledger:
         if entry is None or entry.identity.opened != old:
             return "the call was opened elsewhere"
         self._change(entry).identity = True
-        self._segments.refer(new.segment)
-        self._segments.unrefer(old.segment)
+        self.segments.refer(self.names.number(new.segment))
+        self.segments.unrefer(self.names.number(old.segment))
         entry.identity = replace(entry.identity, opened=new)
         return ""
 
@@ -307,7 +285,7 @@ class Ledger:
         entry = self._entries[call_id]
         self._change(entry).kept = 0
         self._keep_first(entry, 0)
-        self._segments.unrefer(entry.identity.opened.segment)
+        self.segments.unrefer(self.names.number(entry.identity.opened.segment))
         self._n_ended -= entry.state == ENDED
         del self._entries[call_id]
 
@@ -318,12 +296,12 @@ class Ledger:
 
     def _keep_first(self, entry: Entry, kept: int) -> None:
         """Keep only the first `kept` chunks."""
-        for chunk in entry.chunks[kept:]:
-            self._segments.unrefer(chunk.at.segment)
-            self._n_tokens -= chunk.n_tokens
-            self._n_chunks -= 1
-        del entry.chunks[kept:]
-        entry.n_tokens = entry.chunks[-1].stop if entry.chunks else 0
+        gone = unpacked(entry.chunks.after(kept))
+        self.segments.unrefer_all(gone)
+        self._n_tokens -= int(gone["n_tokens"].sum())
+        self._n_chunks -= len(gone)
+        entry.chunks.cut(kept)
+        entry.n_tokens = entry.chunks.stop
 
     def _note(self, entry: Entry, event: Restore) -> None:
         """Add to the history; a resume that got nowhere before the next one is not worth two lines."""
@@ -336,51 +314,58 @@ class Ledger:
     def _change(self, entry: Entry) -> Change:
         return self._changes.setdefault(entry.call_id, Change(len(entry.chunks)))
 
-    # ---- bases and deltas --------------------------------------------------------------------------------------
+    # ---- ledger objects ----------------------------------------------------------------------------------------
 
-    def delta(self) -> list[LedgerRow]:
-        """Rows for what changed since the last publication."""
-        return [row_of(call_id, self._entries.get(call_id), change) for call_id, change in self._changes.items()]
+    def rows(self, whole: Iterable[CallId] = ()) -> LedgerRows:
+        """Rows for what changed since the last publication, and everything about the calls in `whole`."""
+        return rows_of(self._entries, self._changes, whole, self.names)
 
-    def base(self) -> list[LedgerRow]:
-        """Rows for everything."""
-        return [row_of(entry.call_id, entry, _EVERYTHING) for entry in self]
-
-    def segment_tables(self, rows: Iterable[LedgerRow], *, base: bool) -> tuple[list[SegmentInfo], list[str]]:
-        """The segments that `rows` mention: those to describe, and those that ancestors described."""
-        return self._segments.split(mentioned(rows), base=base)
-
-    def published(self, described: Iterable[SegmentInfo], *, base: bool) -> None:
-        """What `delta()` or `base()` gave is part of a published snapshot now."""
+    def published(self) -> None:
+        """What `rows()` gave is part of a published snapshot now."""
         self._changes.clear()
-        self._segments.published(described, base=base)
+        self.segments.published()
 
     @classmethod
-    def from_objects(cls, objects: Iterable[tuple[Mapping[str, Any], list[LedgerRow]]]) -> Ledger:
-        """Base and deltas in order. Raises Damaged, naming the call, where invariant 1 does not hold."""
-        ledger = cls()
+    def from_objects(cls, objects: Iterable[tuple[Mapping[str, Any], Iterable[LedgerRow]]]) -> Ledger:
+        """The objects of a ledger, oldest first. Raises Damaged, naming the call, where invariant 1 does not hold."""
+        ledger: Ledger | None = None
         for header, rows in objects:
-            for info in header["segments"]:
-                ledger.describe(info)
-            ledger._segments.published(header["segments"], base=False)
-            for row in rows:
-                ledger._merge(row)
+            if ledger is None:
+                ledger = cls(rows.names if isinstance(rows, LedgerRows) else None)
+            ledger.merge(header, rows)
+        if ledger is None:
+            return cls()
+        ledger.settle()
         return ledger
 
-    def _merge(self, row: LedgerRow) -> None:
-        old = self._entries.get(row.call_id)
-        entry = merged(old, row, self._segments)
-        if old is not None:
-            self._keep_first(old, row.kept)
-            self._segments.unrefer(old.identity.opened.segment)
-            self._n_ended -= old.state == ENDED
-        if entry is None:
-            self._entries.pop(row.call_id, None)
-            return
-        # In its old place: the order of the calls is that in which they were opened.
-        self._entries[row.call_id] = entry
-        for at in (entry.identity.opened, *(chunk.at for chunk in row.chunks)):
-            self._segments.refer(at.segment)
-        self._n_ended += entry.state == ENDED
-        self._n_tokens += sum(chunk.n_tokens for chunk in row.chunks)
-        self._n_chunks += len(row.chunks)
+    def merge(self, header: Mapping[str, Any], rows: Iterable[LedgerRow]) -> None:
+        """Apply one more object; before anything else is asked, `settle`. Raises Damaged."""
+        for number, info in header["segments"].items():
+            try:
+                self.names.bind(info.key, number)
+            except ValueError as error:
+                raise Damaged(str(error)) from error
+            self.segments.describe(info)
+        self.names.reserve(header.get("numbered", 0))
+        merge(self._entries, LedgerRows.of(rows, self.names), self._unsettled)
+
+    def settle(self) -> None:
+        """Count what was merged. Raises Damaged unless the objects so far say everything."""
+        for call_id in self._unsettled:
+            raise Damaged(f"call {call_id.hex()}: it is changed, and no object of this ledger says it whole")
+        entries = self._entries.values()
+        chunks = unpacked(b"".join([entry.chunks.packed for entry in entries]))
+        opened_in = (self.names.number(entry.identity.opened.segment) for entry in entries)
+        self.segments.recount(chunks, opened_in)
+        if missing := self.segments.undescribed():
+            key = self.names.keys.get(min(missing), f"number {min(missing)}")
+            call_id = next(entry.call_id for entry in entries if missing & _segments_of(entry))
+            raise Damaged(f"call {call_id.hex()}: segment {key} is not described")
+        self._n_ended = sum(entry.state == ENDED for entry in entries)
+        self._n_tokens = int(chunks["n_tokens"].sum(dtype="u8"))
+        self._n_chunks = len(chunks)
+
+
+def _segments_of(entry: Entry) -> set[int]:
+    opened_in = entry.chunks.names.number(entry.identity.opened.segment)
+    return {opened_in, *unpacked(bytes(entry.chunks.packed))["segment"].tolist()}

@@ -1,22 +1,25 @@
-"""One call of the ledger as a row of a base or delta, and back.
+"""One call of the ledger, as rows of ledger objects say it, and back.
 
 Owns: what a row says of a change, and every check that makes a row fit the call it continues (docs/format.md,
 section 8).
-Does not know: the other calls, the counts (ledger.py), how a row is encoded (ports.LedgerCodec).
+Does not know: the counts and who is published (ledger.py), how rows are encoded (ports.LedgerCodec).
 
 Invariants:
-1. merged(what the parent holds, row_of(call)) is the call.
-2. A row that does not fit is Damaged, naming the call; nothing was changed by then.
+1. Merging `rows_of(changes)` into what the earlier objects say gives the calls as they are.
+2. A whole row needs no earlier one; a row that is not whole and whose call is not known is left to a later whole row.
+3. A row that does not fit is Damaged, naming the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
 
 from recovery.errors import Damaged
-from recovery.model import DROPPED, ENDED, OPEN, CallId, ChunkRef, Identity, LedgerRow, Restore
-from recovery.segment_table import SegmentTable
+from recovery.ledger_columns import PACKED, ChunkRefs, LedgerRows, Names
+from recovery.model import DROPPED, ENDED, OPEN, CallId, Identity, Restore
 
 
 @dataclass(slots=True)
@@ -26,80 +29,111 @@ class Entry:
     call_id: CallId
     attempt: int
     identity: Identity
+    chunks: ChunkRefs
     state: int = OPEN
     n_tokens: int = 0
-    chunks: list[ChunkRef] = field(default_factory=list)
     ended: tuple[str, int | str | None] | None = None
     history: tuple[Restore, ...] = ()
 
 
 @dataclass(slots=True)
 class Change:
-    """What a delta must say about a call: how many of the parent's chunks stay, and what else is new."""
+    """What a row must say about a call: how many of the chunks that were published stay, and what else is new."""
 
     kept: int
     identity: bool = False
     history: bool = False
 
 
-def row_of(call_id: CallId, entry: Entry | None, change: Change) -> LedgerRow:
-    """The row that says `change`; without an entry: that the call was dropped."""
-    if entry is None:
-        return LedgerRow(call_id, 0, DROPPED, 0, 0, (), None, None, None)
-    return LedgerRow(
-        call_id=call_id,
-        attempt=entry.attempt,
-        state=entry.state,
-        n_tokens=entry.n_tokens,
-        kept=change.kept,
-        chunks=tuple(entry.chunks[change.kept :]),
-        identity=entry.identity if change.identity else None,
-        ended=entry.ended,
-        history=entry.history if change.history else None,
-    )
+_EVERYTHING = Change(0, identity=True, history=True)
 
 
-def mentioned(rows: Iterable[LedgerRow]) -> Iterator[str]:
-    """Keys of the segments that rows refer to."""
-    for row in rows:
-        if row.identity is not None:
-            yield row.identity.opened.segment
-        for chunk in row.chunks:
-            yield chunk.at.segment
+def rows_of(
+    entries: Mapping[CallId, Entry], changes: Mapping[CallId, Change], whole: Iterable[CallId], names: Names
+) -> LedgerRows:
+    """Rows that say `changes`, and everything about the calls in `whole`."""
+    told: dict[CallId, Change] = {**changes, **dict.fromkeys(whole, _EVERYTHING)}
+    rows = LedgerRows(names)
+    packed = []
+    for call_id, change in told.items():
+        entry = entries.get(call_id)
+        if entry is None:
+            rows.add(call_id, 0, DROPPED, 0, 0, 0, None, None, None)
+            continue
+        kept = change.kept
+        packed.append(entry.chunks.after(kept))
+        rows.add(
+            call_id, entry.attempt, entry.state, entry.n_tokens, kept, len(entry.chunks) - kept,
+            entry.identity if change.identity else None, entry.ended, entry.history if change.history else None,
+        )  # fmt: skip
+    rows.packed = b"".join(packed)
+    return rows
 
 
-def merged(old: Entry | None, row: LedgerRow, segments: SegmentTable) -> Entry | None:
-    """The call after `row`, None if it is dropped. `old` is what the parent holds, and is left as it is."""
-    where = f"call {row.call_id.hex()}"
-    if row.state not in (OPEN, ENDED, DROPPED):
-        raise Damaged(f"{where}: {row.state} is no state of a call")
-    if row.kept > (len(old.chunks) if old is not None else 0):
-        n = len(old.chunks) if old is not None else 0
-        raise Damaged(f"{where}: {row.kept} chunks should have been kept, the parent lists {n}")
-    if row.state == DROPPED:
-        if row.kept or row.chunks:
-            raise Damaged(f"{where} is dropped and has chunks")
-        return None
-    identity = row.identity or (old.identity if old is not None else None)
-    if identity is None:
-        raise Damaged(f"{where}: a delta changes a call that no ancestor has")
-    chunks = [*(old.chunks[: row.kept] if old is not None else ()), *row.chunks]
-    _check_chunks(chunks, row, where)
-    for at in (identity.opened, *(chunk.at for chunk in row.chunks)):
-        if not segments.is_known(at.segment):
-            raise Damaged(f"{where}: segment {at.segment} is not described")
-    if (row.state == ENDED) != (row.ended is not None):
-        raise Damaged(f"{where}: its state and its end do not fit each other")
-    history = row.history if row.history is not None else (old.history if old is not None else ())
-    return Entry(row.call_id, row.attempt, identity, row.state, row.n_tokens, chunks, row.ended, history)
+def merge(entries: dict[CallId, Entry], rows: LedgerRows, unsettled: set[CallId]) -> None:
+    """Apply the rows of one ledger object to what the earlier ones said.
+
+    `unsettled` are calls of which no whole row has come yet. Raises Damaged; then `entries` are of no further use.
+    """
+    _check_chunks(rows)
+    names, packed = rows.names, rows.packed
+    bounds = rows.bounds * PACKED.itemsize
+    columns = zip(
+        rows.call_ids, rows.attempts, rows.states, rows.n_tokens, rows.kept, rows.identities, rows.ended,
+        rows.histories, bounds[:-1].tolist(), bounds[1:].tolist(),
+        strict=True,
+    )  # fmt: skip
+    for call_id, attempt, state, n_tokens, kept, identity, ended, history, first, last in columns:
+        old = entries.get(call_id)
+        if state == DROPPED:
+            if kept or first != last:
+                raise Damaged(f"call {call_id.hex()} is dropped and has chunks")
+            entries.pop(call_id, None)
+            unsettled.discard(call_id)
+            continue
+        if state not in (OPEN, ENDED):
+            raise Damaged(f"call {call_id.hex()}: {state} is no state of a call")
+        if (state == ENDED) != (ended is not None):
+            raise Damaged(f"call {call_id.hex()}: its state and its end do not fit each other")
+        new = packed[first:last]
+        if old is None:
+            if kept or identity is None or history is None:
+                unsettled.add(call_id)  # invariant 2
+                continue
+            unsettled.discard(call_id)
+            old = entries[call_id] = Entry(call_id, attempt, identity, ChunkRefs(names, bytearray()))
+        chunks = old.chunks
+        if kept != len(chunks):
+            if kept > len(chunks):
+                raise Damaged(f"call {call_id.hex()}: {kept} chunks should have been kept, there are {len(chunks)}")
+            chunks.cut(kept)
+        end = chunks.stop
+        if new:
+            begin = int.from_bytes(new[8:12], "little")
+            if begin != end:
+                raise Damaged(f"call {call_id.hex()}: a chunk starts at {begin} where {end} is next")
+            chunks.packed += new
+            end = chunks.stop
+        if end != n_tokens:
+            raise Damaged(f"call {call_id.hex()}: {end} tokens are listed, {n_tokens} stated")
+        old.attempt, old.state, old.n_tokens, old.ended = attempt, state, n_tokens, ended
+        if identity is not None:
+            old.identity = identity
+        if history is not None:
+            old.history = history
 
 
-def _check_chunks(chunks: list[ChunkRef], row: LedgerRow, where: str) -> None:
-    """The new chunks follow those kept, and the total is the stated one; the kept ones were checked by the parent."""
-    end = chunks[row.kept - 1].stop if row.kept else 0
-    for chunk in chunks[row.kept :]:
-        if chunk.start != end or chunk.n_tokens < 1:
-            raise Damaged(f"{where}: a chunk starts at {chunk.start} where {end} is next")
-        end = chunk.stop
-    if end != row.n_tokens:
-        raise Damaged(f"{where}: {end} tokens are listed, {row.n_tokens} stated")
+def _check_chunks(rows: LedgerRows) -> None:
+    """The chunks of each row follow one another, and none is empty."""
+    chunks = rows.chunks
+    stops = chunks["start"].astype(np.int64) + chunks["n_tokens"]
+    follows = np.ones(len(chunks), np.bool_)
+    follows[1:] = chunks["start"][1:] == stops[:-1]
+    bounds = rows.bounds
+    follows[bounds[:-1][bounds[:-1] < len(chunks)]] = True  # the first of a row: that depends on what it continues
+    wrong = np.flatnonzero(~follows | (chunks["n_tokens"] < 1))
+    if wrong.size:
+        at = int(wrong[0])
+        call_id = rows.call_ids[int(np.searchsorted(bounds, at, "right")) - 1]
+        where = stops[at - 1] if at and not follows[at] else chunks["start"][at]
+        raise Damaged(f"call {call_id.hex()}: a chunk starts at {chunks['start'][at]} where {where} is next")

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from recovery.model import LedgerRow, Record, SegmentInfo
+from recovery.ledger_columns import LedgerRows, Names
+from recovery.model import Record, SegmentInfo
 
 
 class Put(enum.Enum):
@@ -92,11 +93,13 @@ class LedgerCodec(Protocol):
 
     suffix: str
 
-    def encode(self, header: Mapping[str, Any], rows: Sequence[LedgerRow]) -> bytes:
-        """One object. `header["segments"]` and `header["ancestors"]` give the numbering of segment keys."""
+    def encode(self, header: Mapping[str, Any], rows: LedgerRows) -> bytes:
+        """One object. Segments are written as the numbers that they have in `rows`."""
 
-    def decode(self, data: bytes) -> tuple[dict[str, Any], list[LedgerRow]]:
-        """Header and rows. Raises FormatNotUnderstood or Damaged; never crashes on mangled input."""
+    def decode(self, data: bytes, names: Names) -> tuple[dict[str, Any], LedgerRows]:
+        """Header and rows, which use `names`. The header's segments give its numbers meaning; binding them is not
+        done here. Raises FormatNotUnderstood or Damaged; never crashes on mangled input.
+        """
 
 
 class Participant(Protocol):

@@ -15,7 +15,7 @@ Invariants (docs/format.md, section 11):
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,14 +23,18 @@ from recovery import layout
 from recovery.codec import canonical_json, sha256_hex
 from recovery.errors import Damaged, DigestMismatch, RecoveryError
 from recovery.ledger import Ledger
+from recovery.ledger_writer import LedgerWriter, PendingLedger
 from recovery.log import Slot
 from recovery.model import CallId
 from recovery.pins import Pinned
 from recovery.ports import Entropy, LedgerCodec, ObjectStore, SegmentCodec
 from recovery.retention import Retention
 from recovery.slots import SlotLog
-from recovery.snapshots import LedgerWriter, Loaded, ObjectRef, PendingLedger, get_object, put_object
+from recovery.snapshots import Loaded, ObjectRef, get_object, put_object
 from recovery.staging import Staged, coordinates_of
+
+WORTH_A_SLOT = 16
+"""Every snapshot leaves a ledger object behind, and slots are for ever."""
 
 StoreAgain = Callable[[Staged], Staged | None]
 """Stores the same records once more, under another name; None if nobody has them any more."""
@@ -71,7 +75,7 @@ class Publication:
         self.lock = threading.Lock()
         self.retracted: set[CallId] = set()
         """Calls of which `validate` took something back; whoever tells them empties it."""
-        self.writer = LedgerWriter(store, ledgers, entropy, log.epoch)
+        self.writer = LedgerWriter(store, ledgers, entropy, log.epoch, ledger)
         self.retention = Retention(keep_latest_k)
         self._pinned = Pinned(store, ledgers)
         self.flushed: dict[str, int] = {}
@@ -116,7 +120,7 @@ class Publication:
 
     def record(self, states: Mapping[str, bytes]) -> Draft:
         """Write the ledger object and those states that changed."""
-        pending = self.writer.write(self.ledger, self.flushed)
+        pending = self.writer.write(self.flushed)
         refs: dict[str, ObjectRef] = {}
         for name, data in states.items():
             known = self._states.get(name)
@@ -220,15 +224,15 @@ class Publication:
         return slot
 
     def _acknowledge(self, draft: Draft) -> None:
-        self.ledger.published(draft.ledger.described, base=draft.ledger.base)
         self.writer.published(draft.ledger)
+        self.ledger.published()
         reached = self.ledger.segments_in_use() | {ref.key for ref in draft.states.values()}
         dropped = self._reached - reached
         self._reached = reached
-        if draft.ledger.base:
-            dropped.update(self._chain)
-            self._chain = []
         self._chain.append(draft.ledger.ref.key)
+        needed = draft.ledger.depth + 1
+        dropped.update(self._chain[:-needed])
+        self._chain = self._chain[-needed:]
         self._states = dict(draft.states)
         # Counted as dropped by the snapshot that was just published: `collect` comes after this.
         self.retention.drop(sorted(dropped))
@@ -278,6 +282,7 @@ class Publication:
         return n
 
 
-def _is_worth_a_slot(keys: Iterable[str]) -> bool:
-    """A list of garbage is garbage itself, but not worth a slot of its own: it goes with the next real intent."""
-    return any(not key.startswith(layout.GARBAGE) for key in keys)
+def _is_worth_a_slot(keys: Collection[str]) -> bool:
+    """Small objects are not, until there are many: they go with the next real intent."""
+    small = (layout.GARBAGE, layout.LEDGERS)
+    return len(keys) >= WORTH_A_SLOT or any(not key.startswith(small) for key in keys)

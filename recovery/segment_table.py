@@ -1,11 +1,11 @@
 """The segments that a ledger mentions: where they are, and how often each is referred to.
 
-Owns: coordinates by key, the count of references, and which segments the published ledger objects describe.
-Does not know: calls, chunks, why a segment is referred to.
+Owns: coordinates and numbers of segments, and the count of references.
+Does not know: calls, chunks, why a segment is referred to, which ledger object describes it (ledger_writer.py).
 
 Invariants:
-1. A segment that is referred to has coordinates here.
-2. A delta describes exactly the segments it mentions that none of its ancestors described (docs/format.md, section 8).
+1. A segment that is referred to has a number, and coordinates from when it was described.
+2. What nothing refers to any more is forgotten at the next publication, and its number is not used again.
 """
 
 from __future__ import annotations
@@ -13,54 +13,87 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
+
+from recovery.errors import Damaged
+from recovery.ledger_columns import Names, PackedChunks
 from recovery.model import SegmentInfo
 
 
 class SegmentTable:
-    """Segments by key."""
+    """Segments by key, or by their number in `names`."""
 
-    def __init__(self) -> None:
-        self._infos: dict[str, SegmentInfo] = {}
-        self._references: Counter[str] = Counter()
-        self._described: set[str] = set()
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self._infos: dict[int, SegmentInfo] = {}
+        self._references: Counter[int] = Counter()
+        self._idle: set[int] = set()
 
     def __getitem__(self, key: str) -> SegmentInfo:
-        return self._infos[key]
+        return self._infos[self.names.number(key)]
+
+    def info(self, number: int) -> SegmentInfo:
+        return self._infos[number]
 
     def describe(self, info: SegmentInfo) -> None:
-        """Make a segment known before anything refers to it; forgotten at a base if nothing does by then."""
-        self._infos[info.key] = info
-
-    def is_known(self, key: str) -> bool:
-        return key in self._infos
+        """Make a segment known before anything refers to it. Raises Damaged if it is known as another."""
+        number = self.names.number(info.key)
+        if self._infos.setdefault(number, info) != info:
+            raise Damaged(f"segment {info.key} is described in two ways")
+        if number not in self._references:
+            self._idle.add(number)
 
     def in_use(self) -> set[str]:
-        return set(self._references)
+        return {self.names.keys[number] for number in self._references}
 
     def is_in_use(self, key: str) -> bool:
-        return key in self._references
+        return self.names.known(key) in self._references
+
+    def numbers_in_use(self) -> list[int]:
+        return list(self._references)
+
+    def is_used(self, number: int) -> bool:
+        return number in self._references
+
+    def __len__(self) -> int:
+        """Those in use."""
+        return len(self._references)
 
     def nbytes_in_use(self) -> int:
-        return sum(self._infos[key].nbytes for key in self._references)
+        return sum(self._infos[number].nbytes for number in self._references)
 
-    def refer(self, key: str) -> None:
-        self._references[key] += 1
+    def refer(self, number: int, times: int = 1) -> None:
+        self._references[number] += times
+        self._idle.discard(number)
 
-    def unrefer(self, key: str) -> None:
-        self._references[key] -= 1
-        if self._references[key] == 0:
-            del self._references[key]
+    def unrefer(self, number: int, times: int = 1) -> None:
+        self._references[number] -= times
+        if self._references[number] == 0:
+            del self._references[number]
+            self._idle.add(number)
 
-    def split(self, mentioned: Iterable[str], *, base: bool) -> tuple[list[SegmentInfo], list[str]]:
-        """Of the mentioned segments: those to describe, and the keys of those that ancestors described."""
-        keys = dict.fromkeys(mentioned)
-        new = [key for key in keys if base or key not in self._described]
-        old = [key for key in keys if not base and key in self._described]
-        return [self._infos[key] for key in new], old
+    def unrefer_all(self, chunks: PackedChunks) -> None:
+        for number, times in _counted(chunks):
+            self.unrefer(number, times)
 
-    def published(self, described: Iterable[SegmentInfo], *, base: bool) -> None:
-        """Published objects describe these now; a base describes everything that is in use, and nothing else counts."""
-        if base:
-            self._described = set()
-            self._infos = {key: self._infos[key] for key in self._references}
-        self._described.update(info.key for info in described)
+    def recount(self, chunks: PackedChunks, opened_in: Iterable[int]) -> None:
+        """These references and no others."""
+        self._references = Counter(dict(_counted(chunks)))
+        self._references.update(opened_in)
+        self._idle = self._infos.keys() - self._references.keys()
+
+    def undescribed(self) -> set[int]:
+        """What is in use and was not described: none, unless objects were read that do not fit each other."""
+        return self._references.keys() - self._infos.keys()
+
+    def published(self) -> None:
+        """Invariant 2."""
+        for number in self._idle:
+            del self._infos[number]
+            self.names.forget(number)
+        self._idle = set()
+
+
+def _counted(chunks: PackedChunks) -> list[tuple[int, int]]:
+    numbers, times = np.unique(chunks["segment"], return_counts=True)
+    return list(zip(numbers.tolist(), times.tolist(), strict=True))

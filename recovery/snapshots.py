@@ -6,9 +6,7 @@ Does not know: when a snapshot is taken (coordinator.py), which one a restore ch
 Invariants:
 1. Length and sha256 of a referenced object are checked before it is parsed.
 2. A reference is well formed, or Damaged: nothing mangled reaches a store as a key or a range.
-3. A base is written when the deltas above the last one have grown to half of it (but not before MIN_DEPTH), or at
-   MAX_DEPTH: what is written per snapshot stays proportional to what changed, plus 1/MAX_DEPTH of the whole, and a
-   restore reads a bounded number of objects.
+3. Of a ledger exactly the objects are read that its newest one counts; one before them may be gone.
 """
 
 from __future__ import annotations
@@ -28,19 +26,20 @@ from recovery.errors import (
     ObjectMissing,
 )
 from recovery.ledger import Ledger
+from recovery.ledger_columns import LedgerRows, Names
 from recovery.log import Slot
-from recovery.model import BatchInfo, LedgerRow, SegmentInfo
+from recovery.model import BatchInfo, SegmentInfo
 from recovery.ports import Entropy, LedgerCodec, ObjectStore
 
 FORMAT_KEY = "format.json"
 FORMAT_VERSION = 1
 WRITER = "prefix-recovery 0.1.0"
-MIN_DEPTH, MAX_DEPTH = 8, 64
-"""How many deltas may lie above a base; MIN_DEPTH keeps a small ledger from being rewritten each time."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 MAX_OBJECT_BYTES = 4 << 30
 MAX_JSON_BYTES = 64 << 20
+DEPTH_MAX = 256
+"""What a reader accepts; writers stay below (rotation.MAX_DEPTH)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +69,11 @@ class ObjectRef:
 
 @dataclass(frozen=True, slots=True)
 class LedgerObject:
-    """One base or delta as read: its reference, header and rows."""
+    """One object as read. In its header `segments` are SegmentInfo by number, `parent` is an ObjectRef or None."""
 
     ref: ObjectRef
     header: dict[str, Any]
-    rows: list[LedgerRow]
+    rows: LedgerRows
 
 
 def make_root(store: ObjectStore, entropy: Entropy) -> None:
@@ -130,13 +129,13 @@ def get_object(store: ObjectStore, ref: ObjectRef, most: int = MAX_OBJECT_BYTES)
     return data
 
 
-def _segment_as_json(info: SegmentInfo) -> dict[str, Any]:
+def segment_as_json(number: int, info: SegmentInfo) -> dict[str, Any]:
     batches = [[b.offset, b.length, b.crc32c, b.n_records] for b in info.batches]
-    value = {"key": info.key, "nbytes": info.nbytes, "crc32c": info.crc32c, "batches": batches}
+    value = {"number": number, "key": info.key, "nbytes": info.nbytes, "crc32c": info.crc32c, "batches": batches}
     return {**value, "wide": list(info.wide)} if info.wide else value
 
 
-def _segment_from_json(value: Any, what: str) -> SegmentInfo:
+def _segment_from_json(value: Any, what: str) -> tuple[int, SegmentInfo]:
     what = f"{what}, a segment"
     if not isinstance(value, dict):
         raise Damaged(f"{what}: it is not described")
@@ -152,7 +151,7 @@ def _segment_from_json(value: Any, what: str) -> SegmentInfo:
     )
     if layout.segment_position(info.key) is None or not 0 <= info.nbytes <= MAX_OBJECT_BYTES or info.crc32c < 0:
         raise Damaged(f"{what}: {info.key!r:.100} of {info.nbytes} bytes is no segment of a store")
-    return info
+    return log.take(value, "number", int, what), info
 
 
 def _wide_types(value: Any, what: str) -> tuple[str, ...]:
@@ -162,91 +161,36 @@ def _wide_types(value: Any, what: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-class LedgerWriter:
-    """Writes the ledger objects of one coordinator, each on top of the last published one."""
-
-    def __init__(self, store: ObjectStore, codec: LedgerCodec, entropy: Entropy, epoch: int) -> None:
-        self._store = store
-        self._codec = codec
-        self._entropy = entropy
-        self._epoch = epoch
-        self.head: ObjectRef | None = None
-        self.depth = 0
-        self._base_size = 0
-        self._deltas_size = 0
-
-    def adopt(self, objects: list[LedgerObject]) -> None:
-        """Write on top of these (base first): the chain of the snapshot that was restored."""
-        self.head = objects[-1].ref if objects else None
-        self.depth = max(0, len(objects) - 1)
-        self._base_size = _size(objects[0].rows) if objects else 0
-        self._deltas_size = sum(_size(item.rows) for item in objects[1:])
-
-    def write(self, ledger: Ledger, flushed: Mapping[str, int]) -> PendingLedger:
-        """Write base or delta. It counts as the head only after `published`."""
-        rows = ledger.delta()
-        base = self.head is None or self.depth >= MAX_DEPTH or self._is_worth_a_base(_size(rows))
-        if base:
-            rows = ledger.base()
-        described, ancestors = ledger.segment_tables(rows, base=base)
-        header = {
-            "format": "prefix-recovery/ledger",
-            "version": FORMAT_VERSION,
-            "requires": [],
-            "parent": None if base or self.head is None else self.head.as_json(),
-            "segments": [_segment_as_json(info) for info in described],
-            "ancestors": ancestors,
-            "flushed": dict(flushed),
-        }
-        key = layout.ledger_key(self._epoch, self._entropy.hex(8), self._codec.suffix)
-        ref = put_object(self._store, key, self._codec.encode(header, rows))
-        return PendingLedger(ref, base, 0 if base else self.depth + 1, _size(rows), described)
-
-    def _is_worth_a_base(self, size: int) -> bool:
-        return self.depth >= MIN_DEPTH and 2 * (self._deltas_size + size) > max(64, self._base_size)
-
-    def published(self, pending: PendingLedger) -> None:
-        """The slot that names `pending` is committed."""
-        self.head = pending.ref
-        self.depth = pending.depth
-        if pending.base:
-            self._base_size, self._deltas_size = pending.size, 0
-        else:
-            self._deltas_size += pending.size
+def read_ledger_object(store: ObjectStore, codec: LedgerCodec, ref: ObjectRef, names: Names) -> LedgerObject:
+    """One object, whose rows use `names`. Raises Damaged, FormatNotUnderstood, or the store's errors."""
+    try:
+        header, rows = codec.decode(get_object(store, ref), names)
+    except FormatNotUnderstood as error:
+        raise FormatNotUnderstood(f"{ref.key}: {error.message}", hint=error.hint) from error
+    header["segments"] = dict(_segment_from_json(value, ref.key) for value in header.get("segments", []))
+    parent = header.get("parent")
+    header["parent"] = None if parent is None else ObjectRef.from_json(parent, ref.key)
+    log.take(header, "numbered", int, ref.key)
+    if not 0 <= log.take(header, "depth", int, ref.key) <= DEPTH_MAX:
+        raise Damaged(f"{ref.key} says that {header['depth']} objects belong to it; at most {DEPTH_MAX} are allowed")
+    return LedgerObject(ref, header, rows)
 
 
-def _size(rows: list[LedgerRow]) -> int:
-    """What rows take in an object, in rows and chunks: both are some tens of bytes."""
-    return sum(1 + len(row.chunks) for row in rows)
-
-
-@dataclass(frozen=True, slots=True)
-class PendingLedger:
-    """A written ledger object that no slot names yet."""
-
-    ref: ObjectRef
-    base: bool
-    depth: int
-    size: int
-    described: list[SegmentInfo]
+def parent_of(item: LedgerObject, head: LedgerObject) -> ObjectRef:
+    """The object before `item`, of which the ledger with the newest object `head` needs one more."""
+    parent: ObjectRef | None = item.header["parent"]
+    if parent is None:
+        raise Damaged(f"{item.ref.key} has no parent; {head.ref.key} needs {head.header['depth']} objects before it")
+    return parent
 
 
 def read_ledger_objects(store: ObjectStore, codec: LedgerCodec, head: ObjectRef) -> list[LedgerObject]:
-    """`head` and its ancestors, base first. Raises Damaged, FormatNotUnderstood, or the store's errors."""
-    chain: list[LedgerObject] = []
-    ref: ObjectRef | None = head
-    while ref is not None:
-        if len(chain) > 4 * MAX_DEPTH:
-            raise Damaged(f"{head.key} has more than {4 * MAX_DEPTH} ancestors")
-        try:
-            header, rows = codec.decode(get_object(store, ref))
-        except FormatNotUnderstood as error:
-            raise FormatNotUnderstood(f"{ref.key}: {error.message}", hint=error.hint) from error
-        header["segments"] = [_segment_from_json(value, ref.key) for value in header.get("segments", [])]
-        chain.append(LedgerObject(ref, header, rows))
-        parent = header.get("parent")
-        ref = None if parent is None else ObjectRef.from_json(parent, ref.key)
-    return chain[::-1]
+    """The objects of the ledger of which `head` is the newest, oldest first. Raises like `read_ledger_object`."""
+    names = Names()
+    found = [read_ledger_object(store, codec, head, names)]
+    for _ in range(found[0].header["depth"]):
+        found.append(read_ledger_object(store, codec, parent_of(found[-1], found[0]), names))
+    return found[::-1]
 
 
 @dataclass(frozen=True, slots=True)

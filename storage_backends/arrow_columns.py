@@ -87,13 +87,17 @@ def present(column: pa.Array) -> Array:
     return bits[first:].view(np.bool_)
 
 
-def digest_values(column: pa.Array) -> list[bytes]:
-    """The 16 bytes of each element; of a null, any."""
+def sixteens(column: pa.Array) -> Array:
+    """The 16 bytes of each element, as a view of dtype V16; of a null, any."""
     buffer = column.buffers()[1]
     if buffer is None or len(column) == 0:
-        return [b""] * len(column)
-    data = buffer.slice(16 * column.offset, 16 * len(column)).to_pybytes()
-    return [data[at : at + 16] for at in range(0, len(data), 16)]
+        return np.empty(0, "V16")
+    return np.frombuffer(buffer, "V16", len(column), 16 * column.offset)
+
+
+def digest_values(column: pa.Array) -> list[bytes]:
+    """The 16 bytes of each element; of a null, any."""
+    return sixteens(column).tolist()
 
 
 def list_values(column: pa.Array, name: str, what: str) -> tuple[pa.Array, Array]:

@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -23,19 +22,22 @@ from storage_backends.strict_json import dump, parse, parse_list, take, take_num
 Ended = tuple[str, int | str | None]
 
 
-def is_segment_key(value: object) -> bool:
-    return isinstance(value, str) and is_key(value)
-
-
-def check_header(header: Mapping[str, Any], what: str) -> None:
+def check_header(header: dict[str, Any], what: str) -> None:
     """The parts of a header that this package does not use itself but everyone relies on."""
     parent, flushed = header.get("parent"), header.get("flushed", {})
     if parent is not None and not isinstance(parent, dict):
         raise Damaged(f"{what}: parent is no object reference")
     if not isinstance(flushed, dict) or not all(type(n) is int and n >= 0 for n in flushed.values()):
         raise Damaged(f"{what}: flushed is no map of numbers")
-    for segment in header.get("segments", []):
-        name = f"{what}: segment {segment['key']}"
+    numbered = take_number(header, "numbered", what, limit=1 << 32)
+    segments = header.get("segments", [])
+    if not isinstance(segments, list) or not all(isinstance(segment, dict) for segment in segments):
+        raise Damaged(f"{what}: segments are no list of descriptions")
+    for segment in segments:
+        name = f"{what}: segment {take(segment, 'key', str, what):.200}"
+        if not is_key(segment["key"]):
+            raise Damaged(f"{name} is no key")
+        take_number(segment, "number", name, limit=numbered)
         take_number(segment, "nbytes", name)
         take_number(segment, "crc32c", name, limit=1 << 32)
         wide = segment.get("wide", [])
@@ -45,6 +47,8 @@ def check_header(header: Mapping[str, Any], what: str) -> None:
             numbers = isinstance(batch, list) and len(batch) == 4 and all(type(n) is int for n in batch)
             if not numbers or min(batch) < 0:
                 raise Damaged(f"{name}: a batch is not [offset, length, crc32c, n_records]")
+    if any(len({segment[name] for segment in segments}) != len(segments) for name in ("key", "number")):
+        raise Damaged(f"{what}: a segment is described twice")
 
 
 def identity_text(identity: Identity | None) -> str | None:
@@ -63,21 +67,23 @@ def identity_text(identity: Identity | None) -> str | None:
     )
 
 
-def read_identity(text: str, known: Mapping[str, str], where: str) -> Identity:
-    """`known` maps each segment key of the object to itself, so that one string serves all rows."""
+def read_identity(text: str, known: dict[str, str], where: str) -> Identity:
+    """`known` gathers the keys that were read, so that one string serves all rows."""
     where = f"{where}, identity"
     record = parse(text, where)
     opened = take(record, "opened", dict, where)
     segment = take(opened, "segment", str, where)
-    if segment not in known and not is_key(segment):
-        raise Damaged(f"{where}: segment {segment!r:.200} is no key")
+    if segment not in known:
+        if not is_key(segment):
+            raise Damaged(f"{where}: segment {segment!r:.200} is no key")
+        known[segment] = segment
     return Identity(
         rollout=take(record, "rollout", str, where),
         turn=take_number(record, "turn", where),
         request_digest=_digest(take(record, "request_digest", str, where), where),
         source_digest=take(record, "source_digest", str, where),
         restart_only=take(record, "restart_only", str, where),
-        opened=RecordRef(known.get(segment, segment), take_number(opened, "index", where)),
+        opened=RecordRef(known[segment], take_number(opened, "index", where)),
     )
 
 

@@ -48,14 +48,14 @@ def newest(store: ObjectStore, seq: int | None = None) -> Loaded:
 
 
 def content(store: ObjectStore, seq: int | None = None) -> dict[str, Any]:
-    """A snapshot without its places: calls in order with their chunks' digests and bits, states, fingerprint."""
+    """A snapshot without its places: calls by name with their chunks' digests and bits, states, fingerprint."""
     loaded, codec = newest(store, seq), MixedSegmentCodec()
     records: dict[str, list[Any]] = {}
     for key in loaded.ledger.segments_in_use():
         info = loaded.ledger.segment(key)
         records[key] = codec.decode(store.get(key), info)
     calls = []
-    for entry in loaded.ledger:
+    for entry in sorted(loaded.ledger, key=lambda entry: (entry.identity.rollout, entry.identity.turn)):
         chunks = []
         for ref in entry.chunks:
             record = records[ref.at.segment][ref.at.index]

@@ -30,7 +30,7 @@ OBJECTS = {
     "state": re.compile(r"state/e\d{6,}/[a-z0-9._-]+-[0-9a-f]{16}\.json"),
     "gc": re.compile(r"gc/e\d{6,}/[0-9a-f]{16}\.json"),
 }
-SLOT_LIMIT, JSON_LIMIT, ARROW_LIMIT, TOKEN_LIMIT = 64 << 10, 64 << 20, 4 << 30, 1 << 20
+SLOT_LIMIT, JSON_LIMIT, ARROW_LIMIT, TOKEN_LIMIT, DEPTH_LIMIT = 64 << 10, 64 << 20, 4 << 30, 1 << 20, 256
 LEDGER = (
     "call_id: fixed_size_binary[16], attempt: uint32, state: uint8, n_tokens: uint32, kept: uint32, "
     "chunks: list<: struct<segment: uint32, index: uint32, start: uint32, n_tokens: uint32, "
@@ -175,44 +175,66 @@ def read_slots(root):
 
 
 def read_ledger(root, ref, name):
-    """Rows by call, base and deltas applied; descriptions of segments by key; number of deltas; `flushed`."""
-    chain = []
-    while ref is not None:
+    """Rows by call, all objects applied; descriptions of segments by key; number of objects but one; `flushed`."""
+    chain, depth = [], 0
+    while len(chain) <= depth:
+        need(ref is not None, name, f"has no parent, and {depth} objects before the newest are needed")
         name, data = fetch_referenced(root, ref, name, "ledger", ARROW_LIMIT)
         header, _, batches = read_arrow(data, name, "ledger", LEDGER)
         chain.append((name, header, batches))
         ref = chain[-1][1].get("parent")
-    calls, segments = {}, {}
+        if len(chain) == 1:
+            with reading(name):
+                depth = chain[0][1]["depth"]
+                need(type(depth) is int and 0 <= depth <= DEPTH_LIMIT, name, f"has depth {depth!r:.60}")
+    calls, segments, numbers, unknown = {}, {}, {}, set()
+    for name, header, _ in chain:
+        with reading(name):
+            infos = {info["key"]: info for info in header["segments"]}
+            told = {info["number"]: info["key"] for info in header["segments"]}
+            need(len(infos) == len(told) == len(header["segments"]), name, "describes a segment twice")
+            need(all(0 <= number < header["numbered"] for number in told), name, "has a number that is not given out")
+            need(all(numbers.get(n, key) == key for n, key in told.items()), name, "numbers another segment")
+            for key, info in infos.items():
+                other = segments.get(key, info)
+                same = all(other.get(field) == info.get(field) for field in ("nbytes", "crc32c", "batches", "wide"))
+                need(same, name, f"describes {key} in another way")
+            numbers |= told
+            segments |= infos
     for name, header, batches in reversed(chain):
         with reading(name):
-            keys = [info["key"] for info in header["segments"]]
-            need(not segments.keys() & keys and len(set(keys)) == len(keys), name, "describes a segment again")
-            need(segments.keys() >= set(header["ancestors"]), name, "names a segment that no ancestor describes")
-            segments |= zip(keys, header["segments"], strict=True)
             rows = [row for batch in batches for row in batch.to_pylist()]
             need(len({row["call_id"] for row in rows}) == len(rows), name, "has two rows for one call")
+            need(header["parent"] is not None or not any(row["kept"] for row in rows), name, "keeps chunks of nothing")
             for row in rows:
-                merge(row, calls, [*keys, *header["ancestors"]], f"{name}: call {row['call_id'].hex()}")
-    return calls, segments, len(chain) - 1, chain[0][1]["flushed"]
+                merge(row, calls, unknown, f"{name}: call {row['call_id'].hex()}")
+    need(not unknown, name, f"and those before it say {len(unknown)} calls in part only")
+    with reading(name):
+        for row in calls.values():
+            for chunk in row["chunks"]:
+                chunk["key"] = numbers[chunk["segment"]]
+    return calls, segments, depth, chain[0][1]["flushed"]
 
 
-def merge(row, calls, keys, name):
-    """Apply one row. `keys`: of the segments by number."""
-    old = calls.pop(row["call_id"], {"chunks": [], "identity": None, "history": "[]"})
+def merge(row, calls, unknown, name):
+    """Apply one row. `unknown`: calls of which only parts were said."""
+    call_id, whole = row["call_id"], row["kept"] == 0 and row["identity"] is not None and row["history"] is not None
+    if call_id not in calls and not whole and row["state"] != 2:
+        unknown.add(call_id)
+        return
+    unknown.discard(call_id)
+    old = calls.pop(call_id, {"chunks": []})
     need(row["kept"] <= len(old["chunks"]), name, f"keeps {row['kept']} of {len(old['chunks'])} chunks")
     need(row["state"] in (0, 1, 2), name, f"has state {row['state']}")
     need((row["ended"] is not None) == (row["state"] == 1), name, "has an end and a state that do not fit")
-    for chunk in row["chunks"]:
-        chunk["key"] = keys[chunk["segment"]]
     row["chunks"] = old["chunks"][: row["kept"]] + row["chunks"]
     stops = [0, *(chunk["start"] + chunk["n_tokens"] for chunk in row["chunks"])]
     need(stops[:-1] == [chunk["start"] for chunk in row["chunks"]], name, "has chunks that are not contiguous")
     need(stops[-1] == row["n_tokens"], name, f"has {stops[-1]} tokens, not {row['n_tokens']}")
     for field in ("identity", "history"):
-        row[field] = old[field] if row[field] is None else row[field]
+        row[field] = old.get(field) if row[field] is None else row[field]
     if row["state"] != 2:
-        need(row["identity"] is not None, name, "has no identity")
-        calls[row["call_id"]] = row
+        calls[call_id] = row
     else:
         need(not row["chunks"], name, "is dropped and has chunks")
 
@@ -375,7 +397,7 @@ def read_snapshot(root, slot):
             own = hashlib.sha256(canonical(states["job"]["must"]).encode()).hexdigest()[:32]
             need(own == body["fingerprint"], name, f"states another fingerprint than {own}, that of its job")
         rows, segments, depth, flushed = read_ledger(root, body["ledger"], name)
-        need(depth == body["depth"], name, f"is {depth} deltas above its base, not {body['depth']}")
+        need(depth == body["depth"], name, f"has {depth} ledger objects before the newest, not {body['depth']}")
     records = {}
 
     def record(key, index):

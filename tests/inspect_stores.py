@@ -173,7 +173,7 @@ def one_snapshot(store: ObjectStore, codec: CodecName = "arrow") -> Job:
 
 
 def several(store: ObjectStore, codec: CodecName = "arrow") -> Job:
-    """Snapshots 2, 3, 4 and 5: calls that go on, one that ends, two policy versions, a base and deltas."""
+    """Snapshots 2, 3, 4 and 5: calls that go on, one that ends, two policy versions."""
     job = Job(store, keep=8, codec=codec)
     first, second = job.open("p-1"), job.open("p-2", (1, 9), sampling={"max_tokens": 4}, extra={"row": 2})
     say(first, 7, 8, 9)
@@ -226,6 +226,16 @@ def collected(store: ObjectStore) -> Job:
         job.snapshot()
         if turn in (4, 9, 14, 19, 22):
             job.publication.ledger.drop(calls.pop(0).call_id)
+    return job
+
+
+def chained(store: ObjectStore) -> Job:
+    """More calls than are said with every snapshot: the ledgers of 3 to 14 lie in several objects each."""
+    job = Job(store, keep=20)
+    calls = [job.open(f"p-{i}") for i in range(200)]
+    for turn in range(12):
+        say(calls[turn], 20 + turn)
+        job.snapshot()
     return job
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood
+from recovery.ledger_columns import LedgerRows, Names
 from recovery.model import (
     BatchInfo,
     CallId,
     Chunk,
-    ChunkRef,
     Ended,
     Identity,
     LedgerRow,
@@ -134,7 +135,7 @@ class PlainSegments:
         return self.decode(data, info)
 
 
-def _row_as_json(row: LedgerRow, numbers: Mapping[str, int]) -> dict[str, Any]:
+def _row_as_json(row: LedgerRow, names: Names) -> dict[str, Any]:
     who = row.identity
     return {
         "call": row.call_id.hex(),
@@ -144,7 +145,7 @@ def _row_as_json(row: LedgerRow, numbers: Mapping[str, int]) -> dict[str, Any]:
         "kept": row.kept,
         "chunks": [
             [
-                numbers[c.at.segment],
+                names.known(c.at.segment),
                 c.at.index,
                 c.start,
                 c.n_tokens,
@@ -177,33 +178,24 @@ def _row_as_json(row: LedgerRow, numbers: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _row_from_json(value: dict[str, Any], keys: list[str]) -> LedgerRow:
-    who = value["identity"]
-    return LedgerRow(
-        call_id=CallId(bytes.fromhex(value["call"])),
-        attempt=value["attempt"],
-        state=value["state"],
-        n_tokens=value["n"],
-        kept=value["kept"],
-        chunks=tuple(
-            ChunkRef(RecordRef(keys[s], i), start, n, bytes.fromhex(digest), PolicyVersion(lineage, number))
-            for s, i, start, n, digest, lineage, number in value["chunks"]
-        ),
-        identity=None
-        if who is None
-        else Identity(
-            rollout=who[0],
-            turn=who[1],
-            request_digest=bytes.fromhex(who[2]),
-            source_digest=who[3],
-            restart_only=who[4],
-            opened=RecordRef(who[5], who[6]),
-        ),
-        ended=None if value["ended"] is None else (value["ended"][0], value["ended"][1]),
-        history=None
-        if value["history"] is None
-        else tuple((Resumed if kind == "resume" else Restarted)(*rest) for kind, *rest in value["history"]),
+def _add_row(rows: LedgerRows, value: dict[str, Any]) -> None:
+    who, end, events = value["identity"], value["ended"], value["history"]
+    identity = who and Identity(
+        rollout=who[0],
+        turn=who[1],
+        request_digest=bytes.fromhex(who[2]),
+        source_digest=who[3],
+        restart_only=who[4],
+        opened=RecordRef(who[5], who[6]),
     )
+    made = [(Resumed if kind == "resume" else Restarted)(*rest) for kind, *rest in events or ()]
+    rows.add(
+        CallId(bytes.fromhex(value["call"])), value["attempt"], value["state"], value["n"], value["kept"],
+        len(value["chunks"]), identity, end and (end[0], end[1]), None if events is None else tuple(made),
+    )  # fmt: skip
+    for segment, index, start, n, digest, lineage, number in value["chunks"]:
+        version = rows.names.version_number(PolicyVersion(lineage, number))
+        rows.packed += struct.pack("<5I16s", segment, index, start, n, version, bytes.fromhex(digest))
 
 
 class PlainLedgers:
@@ -211,13 +203,13 @@ class PlainLedgers:
 
     suffix = "json"
 
-    def encode(self, header: Mapping[str, Any], rows: Sequence[LedgerRow]) -> bytes:
-        keys = [segment["key"] for segment in header["segments"]] + list(header["ancestors"])
-        assert len(set(keys)) == len(keys), "a segment is described twice"
-        numbers = {key: number for number, key in enumerate(keys)}
-        return json.dumps({"header": header, "rows": [_row_as_json(row, numbers) for row in rows]}).encode()
+    def encode(self, header: Mapping[str, Any], rows: LedgerRows) -> bytes:
+        for names in ("key", "number"):
+            told = [segment[names] for segment in header["segments"]]
+            assert len(set(told)) == len(told), "a segment is described twice"
+        return json.dumps({"header": header, "rows": [_row_as_json(row, rows.names) for row in rows]}).encode()
 
-    def decode(self, data: bytes) -> tuple[dict[str, Any], list[LedgerRow]]:
+    def decode(self, data: bytes, names: Names) -> tuple[dict[str, Any], LedgerRows]:
         try:
             value = json.loads(data)
             header = value["header"]
@@ -225,5 +217,7 @@ class PlainLedgers:
             raise Damaged(f"a ledger object is not JSON: {error}") from error
         if header["version"] != 1 or header["requires"]:
             raise FormatNotUnderstood(f"a ledger of version {header['version']} requires {header['requires']}")
-        keys = [segment["key"] for segment in header["segments"]] + header["ancestors"]
-        return header, [_row_from_json(row, keys) for row in value["rows"]]
+        rows = LedgerRows(names)
+        for row in value["rows"]:
+            _add_row(rows, row)
+        return header, rows

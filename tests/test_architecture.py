@@ -29,7 +29,9 @@ LINES_MAX = 400
 BANNED = ("Manager", "Handler", "Helper", "Util", "Common")
 HEAVY = ("torch", "vllm", "pyarrow", "zarr", "fsspec", "ray", "s3fs", "google_crc32c")
 
-CORE_FOR_BACKENDS = {"recovery.model", "recovery.errors", "recovery.ports", "recovery.codec"}
+CORE_FOR_BACKENDS = {
+    "recovery.model", "recovery.errors", "recovery.ports", "recovery.codec", "recovery.ledger_columns",
+}  # fmt: skip
 """What storage_backends may know of the core."""
 
 COMPOSITION_ROOTS = {"vllm_hooks.session", "vllm_hooks.opening", "vllm_hooks.ray_workers"}

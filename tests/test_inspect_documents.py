@@ -89,10 +89,10 @@ def test_ids_are_numbers_in_order(capsys: pytest.CaptureFixture[str], monkeypatc
 
 def test_unique_digits_are_enough(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     opened_as(monkeypatch, made(stores.collected))
-    assert [document["id"] for document in _json(capsys, "show", "s", "31")] == [31]
+    assert [document["id"] for document in _json(capsys, "show", "s", "30")] == [30]
     (document,) = _json(capsys, "verify", "s", "--snapshot", "latest")
-    assert [status["id"] for status in document["snapshots"]] == [31]
-    assert {row["snapshot"] for row in _json(capsys, "calls", "s", "30")} == {30}
+    assert [status["id"] for status in document["snapshots"]] == [30]
+    assert {row["snapshot"] for row in _json(capsys, "calls", "s", "29")} == {29}
     ran = run_once(capsys, "calls", "s", "4")
     assert ran.code == 1 and "snapshot 4: " in ran.err, "a snapshot that was collected has no calls to show"
 
@@ -125,7 +125,7 @@ def test_what_is_listed_says_whether_its_ledger_is_there(
     opened_as(monkeypatch, made(stores.collected))
     rows = _json(capsys, "list", "s")
     assert [row["id"] for row in rows if not row["ledger_present"]] == [
-        id_ for id_ in (r["id"] for r in rows) if id_ <= 14
+        id_ for id_ in (r["id"] for r in rows) if id_ <= 24
     ]
 
 
@@ -137,12 +137,12 @@ def test_latest_says_what_is_newer(capsys: pytest.CaptureFixture[str], monkeypat
     SlotLog(store, ManualClock(), SeededEntropy("other"), "host-b pid 9").claim()
     opened_as(monkeypatch, store)
     (document,) = _json(capsys, "latest", "s")
-    assert document["id"] == 31 and document["tail"] == 33 and document["checked"] is False
+    assert document["id"] == 30 and document["tail"] == 32 and document["checked"] is False
     assert [(slot["seq"], slot["kind"], slot["owner"]) for slot in document["newer"]] == [
-        (32, "gc", "host-a pid 1"),
-        (33, "epoch", "host-b pid 9"),
+        (31, "gc", "host-a pid 1"),
+        (32, "epoch", "host-b pid 9"),
     ]
-    assert "newer slots  32 gc, 33 epoch" in run_once(capsys, "latest", "s").out
+    assert "newer slots  31 gc, 32 epoch" in run_once(capsys, "latest", "s").out
 
 
 def test_a_dangling_hint_is_a_note(run: Run, disk: Callable[[ObjectStore], str]) -> None:

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from recovery.errors import Damaged
 from recovery.ledger import ChunkAt, EndedAt, Ledger, OpenedAt
+from recovery.ledger_columns import LedgerRows, Names
 from recovery.model import (
     DROPPED,
     ENDED,
@@ -114,8 +115,8 @@ class LedgerWorld:
         self.calls: dict[str, Call] = {}
         self.segment = 1
         self.index = 0
-        self.objects: list[tuple[dict[str, Any], list[LedgerRow]]] = []
-        self.described: set[str] = set()
+        self.objects: list[tuple[dict[str, Any], LedgerRows]] = []
+        self.said_in: dict[CallId, int] = {}
 
     def open_calls(self) -> list[str]:
         return [rollout for rollout, call in self.calls.items() if not call.ended]
@@ -251,27 +252,35 @@ class LedgerWorld:
 
     def publish(self, pick: Pick) -> None:
         """Write an object; only an acknowledged one counts. A failed one must be contained in the next."""
-        base = pick([False, False, False, True]) or not self.objects
-        rows = self.ledger.base() if base else self.ledger.delta()
-        described, ancestors = self.ledger.segment_tables(rows, base=base)
+        whole = [name(rollout) for rollout in self.calls if pick([False, False, True])]
+        rows = self.ledger.rows(whole)
+        said = {call_id for call_id, is_whole in zip(rows.call_ids, rows.whole(), strict=True) if is_whole}
+        assert set(whole) <= said and len(set(rows.call_ids)) == len(rows)
+        described = {number: self.ledger.segments.info(number) for number in sorted(rows.segments())}
         if not pick([True, True, False]):
             return
-        keys = [info.key for info in described]
-        known = set() if base else self.described
-        assert not known & set(keys) and set(ancestors) <= known and len(set(keys)) == len(keys)
-        self.ledger.published(described, base=base)
-        if base:
-            self.objects, self.described = [], set()
-        self.objects.append(({"segments": described}, rows))
-        self.described |= set(keys)
-        assert flat(Ledger.from_objects(self.objects)) == flat_model(self.calls)
+        self.ledger.published()
+        self.objects.append(({"segments": described}, replace(rows, names=Names(rows.names))))
+        self.said_in.update(dict.fromkeys(said, len(self.objects) - 1))
+        assert flat(self.loaded(self.objects)) == flat_model(self.calls)
         assert self.ledger.n_changed == 0
+        # What every call's last whole row needs is enough; what was said before may be gone. Descriptions may not.
+        needed = min((self.said_in[name(rollout)] for rollout in self.calls), default=len(self.objects) - 1)
+        used = {segment(number).key for number in used_segments(self.calls)}
+        described = {n: info for h, _ in self.objects[:needed] for n, info in h["segments"].items() if info.key in used}
+        enough = [({"segments": described}, LedgerRows(self.objects[0][1].names)), *self.objects[needed:]]
+        assert flat(self.loaded(enough)) == flat_model(self.calls)
+
+    def loaded(self, objects: list[tuple[dict[str, Any], LedgerRows]]) -> Ledger:
+        """As a process that has nothing but the objects sees them."""
+        names = Names(objects[0][1].names)
+        return Ledger.from_objects((header, replace(rows, names=names)) for header, rows in objects)
 
     def reload(self, pick: Pick) -> None:
         """What a restore reads is the last acknowledged publication; it can be written on top of."""
         if self.objects:
-            loaded = Ledger.from_objects(self.objects)
-            assert loaded.n_changed == 0 and loaded.delta() == []
+            loaded = self.loaded(self.objects)
+            assert loaded.n_changed == 0 and len(loaded.rows()) == 0
             if flat(loaded) == flat_model(self.calls):
                 self.ledger = loaded
                 self.next_segment(pick)
@@ -372,13 +381,14 @@ def test_a_delta_says_only_what_changed() -> None:
     ledger = ledger_with(n_chunks=50)
     for i in range(1, 4):
         ledger.apply(OpenedAt(name(f"c{i}"), 0, identity(f"c{i}", RecordRef(segment(1).key, 60 + i))))
-    described, _ = ledger.segment_tables(ledger.base(), base=True)
-    ledger.published(described, base=True)
+    ledger.published()
     ledger.describe(segment(2))
     assert not ledger.apply(ChunkAt(name("c0"), 0, chunk_ref(RecordRef(segment(2).key, 0), 200, 3)))
-    (row,) = ledger.delta()
+    (row,) = ledger.rows()
     assert (row.kept, len(row.chunks), row.identity, row.history) == (50, 1, None, None)
-    assert ledger.segment_tables([row], base=False) == ([segment(2)], [])
+    assert ledger.rows().segments() == {ledger.names.known(segment(2).key)}
+    first, second = ledger.rows([name("c2")])
+    assert first == row and (second.call_id, second.kept, second.history) == (name("c2"), 0, ())
 
 
 def test_the_order_of_calls_survives_a_reload() -> None:
@@ -386,11 +396,28 @@ def test_the_order_of_calls_survives_a_reload() -> None:
     ledger.describe(segment(1))
     for i in range(5):
         ledger.apply(OpenedAt(name(f"c{i}"), 0, identity(f"c{i}", RecordRef(segment(1).key, i))))
-    base = ledger.base()
-    ledger.published([segment(1)], base=True)
+    first = ledger.rows()
+    ledger.published()
     ledger.resume(name("c2"), 1, "token")
-    loaded = Ledger.from_objects([({"segments": [segment(1)]}, base), ({"segments": []}, ledger.delta())])
+    loaded = Ledger.from_objects(
+        [({"segments": {0: segment(1)}}, first), ({"segments": {}}, ledger.rows([name("c4")]))]
+    )
     assert [entry.identity.rollout for entry in loaded] == [f"c{i}" for i in range(5)]
+
+
+def test_a_segment_that_nothing_refers_to_is_forgotten_and_its_number_is_not_given_out_again() -> None:
+    ledger = ledger_with()
+    ledger.describe(segment(2))
+    assert not ledger.apply(ChunkAt(name("c0"), 0, chunk_ref(RecordRef(segment(2).key, 0), 8, 4)))
+    ledger.describe(segment(3))
+    ledger.published()
+    assert sorted(ledger.names.keys.values()) == [segment(1).key, segment(2).key]
+    ledger.retract(segment(2).key, [name("c0")])
+    assert not ledger.knows_segment(segment(2).key) and ledger.names.known(segment(2).key) == 1
+    ledger.published()
+    assert ledger.names.known(segment(2).key) is None
+    ledger.describe(segment(2))
+    assert ledger.names.known(segment(2).key) == 3 and ledger.names.numbered == 4
 
 
 # ---- rows that do not fit --------------------------------------------------------------------------------------
@@ -419,8 +446,9 @@ BAD_BASES: list[tuple[str, dict[str, Any]]] = [
     ("starts at 3 where 4 is next", {"chunks": (chunk_ref(REF, 0, 4), chunk_ref(REF, 3, 5))}),
     ("starts at 1 where 0 is next", {"chunks": (chunk_ref(REF, 1, 7),)}),
     ("starts at 4 where 4 is next", {"chunks": (chunk_ref(REF, 0, 4), chunk_ref(REF, 4, 0), chunk_ref(REF, 4, 4))}),
-    ("1 chunks should have been kept, the parent lists 0", {"kept": 1}),
-    ("changes a call that no ancestor has", {"identity": None}),
+    ("no object of this ledger says it whole", {"kept": 1}),
+    ("no object of this ledger says it whole", {"history": None}),
+    ("no object of this ledger says it whole", {"identity": None}),
     ("state and its end", {"state": ENDED}),
     ("state and its end", {"ended": ("stop", None)}),
     ("9 is no state", {"state": 9}),
@@ -433,30 +461,51 @@ BAD_BASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("said", "fields"), BAD_BASES)
 def test_a_row_that_does_not_fit_is_damage_that_names_the_call(said: str, fields: dict[str, Any]) -> None:
     with pytest.raises(Damaged, match=said) as caught:
-        Ledger.from_objects([({"segments": [segment(1)]}, [row(**fields)])])
+        Ledger.from_objects([({"segments": {0: segment(1)}}, [row(**fields)])])
     assert name("c0").hex() in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("said", "fields"),
     [
-        ("3 chunks should have been kept, the parent lists 2", {"kept": 3, "chunks": (), "n_tokens": 8}),
+        ("3 chunks should have been kept, there are 2", {"kept": 3, "chunks": (), "n_tokens": 8}),
         ("starts at 4 where 8 is next", {"kept": 2, "chunks": (chunk_ref(REF, 4, 4),), "n_tokens": 12}),
         ("8 tokens are listed, 12 stated", {"kept": 2, "chunks": (), "n_tokens": 12}),
         ("dropped and has chunks", {"kept": 1, "chunks": (), "n_tokens": 0, "state": DROPPED}),
     ],
 )
-def test_a_delta_must_fit_its_parent(said: str, fields: dict[str, Any]) -> None:
-    base: tuple[dict[str, Any], list[LedgerRow]] = ({"segments": [segment(1)]}, [row()])
-    assert len(Ledger.from_objects([base, ({"segments": []}, [row(kept=2, chunks=())])])) == 1
+def test_a_row_must_fit_what_was_said_before(said: str, fields: dict[str, Any]) -> None:
+    base: tuple[dict[str, Any], list[LedgerRow]] = ({"segments": {0: segment(1)}}, [row()])
+    assert len(Ledger.from_objects([base, ({"segments": {}}, [row(kept=2, chunks=())])])) == 1
     with pytest.raises(Damaged, match=said):
-        Ledger.from_objects([base, ({"segments": []}, [row(identity=None, **fields)])])
+        Ledger.from_objects([base, ({"segments": {}}, [row(identity=None, **fields)])])
+
+
+def test_a_row_whose_beginning_is_not_there_waits_for_a_whole_one() -> None:
+    described, nothing = {"segments": {0: segment(1)}}, {"segments": {}}
+    later = row(kept=2, chunks=(), identity=None, history=None)
+    gone = row(state=DROPPED, n_tokens=0, chunks=(), identity=None, history=None)
+    for first in ([later], [row(attempt=3, n_tokens=9, kept=7, chunks=(chunk_ref(REF, 5, 4),), identity=None)]):
+        (entry,) = Ledger.from_objects([(nothing, first), (described, [row(attempt=5)]), (nothing, [later])])
+        assert (entry.attempt, entry.n_tokens, len(entry.chunks)) == (0, 8, 2)
+        assert len(Ledger.from_objects([(nothing, first), (nothing, [gone])])) == 0
+        with pytest.raises(Damaged, match="says it whole"):
+            Ledger.from_objects([(described, first), (described, [row(call_id=name("c1"))])])
+
+
+def test_a_segment_is_described_once_or_the_same_again() -> None:
+    again: dict[str, Any] = {"segments": {0: segment(1)}}
+    assert len(Ledger.from_objects([(again, [row()]), (again, [])])) == 1
+    with pytest.raises(Damaged, match="number 0 is segment"):
+        Ledger.from_objects([(again, [row()]), ({"segments": {0: segment(2)}}, [])])
+    with pytest.raises(Damaged, match="described in two ways"):
+        Ledger.from_objects([(again, [row()]), ({"segments": {0: replace(segment(1), nbytes=1)}}, [])])
 
 
 def test_dropping_what_no_ancestor_has_is_fine() -> None:
     """A call that came and went between two publications."""
     gone = row(state=DROPPED, n_tokens=0, chunks=(), identity=None, history=None)
-    assert len(Ledger.from_objects([({"segments": []}, [gone])])) == 0
+    assert len(Ledger.from_objects([({"segments": {}}, [gone])])) == 0
 
 
 def check_failed(change: Callable[[Ledger], None]) -> CallId:

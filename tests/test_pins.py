@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,9 +32,10 @@ def reached(store: ObjectStore, seq: int) -> set[str]:
     return garbage.reached_by(store, PlainLedgers(), Snapshot.from_slot(read.slot))
 
 
-def pin(store: ObjectStore, seq: int, seed: object = 0) -> int:
-    """Pin it, as the command does. Returns the number of the slot."""
-    return pins.pin(store, ManualClock(), SeededEntropy(("pin", seed)), "me", seq, reached(store, seq))[1].seq
+def pin(store: ObjectStore, seq: int, seed: object = 0, keys: Collection[str] = ()) -> int:
+    """Pin it, as the command does, after it has read what the snapshot reaches. Returns the number of the slot."""
+    wanted = keys or reached(store, seq)
+    return pins.pin(store, ManualClock(), SeededEntropy(("pin", seed)), "me", seq, wanted)[1].seq
 
 
 def changing(life: Life, state: int) -> None:
@@ -107,9 +109,10 @@ def test_every_order_of_a_pin_and_two_collections_is_in_time_or_too_late() -> No
             changing(life, 3)
             life.snapshot()
 
+        pins_it = partial(pin, seq=first, keys=wanted)
         actors = [
             Actor("collector", store, collects, frozenset({"put_new"})),
-            Actor("pinner", store, lambda s, seq=first: pin(s, seq), frozenset({"put_new", "list"})),
+            Actor("pinner", store, pins_it, frozenset({"put_new", "list"})),
         ]
         while running := [actor for actor in actors if not actor.done]:
             running[choices.choose(len(running))].step()

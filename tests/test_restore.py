@@ -21,6 +21,7 @@ from recovery.errors import (
     RecoveryError,
     StoreUnavailable,
 )
+from recovery.ledger_columns import Names
 from recovery.model import ENDED, OPEN, Restarted, Resumed
 from recovery.restore import Choice, compatibility_record, differences
 from recovery.slots import SlotLog, read_slot
@@ -254,16 +255,16 @@ def test_f4_a_newer_ledger_is_passed_over_by_name_and_alone_it_refuses_with_13()
     life = worked(store)
 
     class Newer(type(life.ledgers)):  # type: ignore[misc]
-        def decode(self, data: bytes) -> Any:
+        def decode(self, data: bytes, names: Names) -> Any:
             if b"p0" in data:
                 raise FormatNotUnderstood("a ledger of version 2 requires tiers")
-            return super().decode(data)
+            return super().decode(data, names)
 
     again = Life(store, 2, ledgers=Newer(), choice="auto")
     assert again.restored.snapshot == ids(life)[0] and "tiers" in again.restored.passed_over[0].reason
 
     class Unknown(type(life.ledgers)):  # type: ignore[misc]
-        def decode(self, data: bytes) -> Any:
+        def decode(self, data: bytes, names: Names) -> Any:
             raise FormatNotUnderstood("a ledger of version 2")
 
     with pytest.raises(FormatNotUnderstood, match="version 2") as caught:

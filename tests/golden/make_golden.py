@@ -432,12 +432,12 @@ def _first_life(store: ObjectStore) -> Life:
     life.say(plain, [80], version=A1)
     life.say(many, [4000], version=A1)
     life.snapshot()
-    life.snapshot("request")  # nothing is new: a delta without rows
+    life.snapshot("request")  # nothing is new: only what is said again
     life.say(many, [4001], version=A1)
     life.snapshot()
     full = life.open("full", sampling={"max_tokens": 3, "temperature": 0.0})
     life.say(full, [90, 91, 92])  # its budget is used up, and the end never stored: a restore ends it
-    life.snapshot()  # at depth 8 and as many changes: a second base
+    life.snapshot()
     # The crash: one flush that no snapshot names, and records that were never flushed.
     life.say(plain, [100, 101], version=A1, mask=[1, 0])
     late = life.open("late")
@@ -468,7 +468,7 @@ def _second_life(store: ObjectStore, before: Life) -> Life:
 
 
 WHOLE = (11, 17)
-"""Snapshots of which expected.json holds every token: the last on top of the first base, and the newest."""
+"""Snapshots of which expected.json holds every token: one of the first life, and the newest."""
 
 
 def expectation(life: Life, store: ObjectStore, whole: Collection[int] | None = WHOLE) -> dict[str, Any]:

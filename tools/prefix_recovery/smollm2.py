@@ -117,7 +117,7 @@ def _fill(gguf: Gguf, dtype: str, folder: Path) -> None:
     write_json(folder / "config.json", config)
     special_ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_json(folder / "generation_config.json", special_ids)
-    write_json(folder / "tokenizer.json", _tokenizer(gguf.metadata))
+    write_json(folder / "tokenizer.json", tokenizer(gguf.metadata))
     write_json(folder / "tokenizer_config.json", _tokenizer_config(gguf.metadata))
     write_safetensors(folder / "model.safetensors", _weights(gguf), dtype)
 
@@ -177,7 +177,7 @@ def _special(meta: dict[str, Any]) -> list[str]:
     return [token for token, kind in kinds if kind == _SPECIAL]
 
 
-def _tokenizer(meta: dict[str, Any]) -> dict[str, Any]:
+def tokenizer(meta: dict[str, Any]) -> dict[str, Any]:
     merges = []
     for text in meta["tokenizer.ggml.merges"]:
         left, _, right = text.partition(" ")

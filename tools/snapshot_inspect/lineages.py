@@ -1,15 +1,15 @@
 """Ledger objects of many snapshots, each read once and replayed once.
 
-Owns: chains of bases and deltas, which snapshot stands where on which chain, what each refers to.
+Owns: chains of ledger objects, which snapshot stands where on which chain, what each refers to.
 Does not know: whether what is referred to exists (verify.py), what is in a segment (segments.py).
 
-Snapshots share their ledger objects: the chain of one is mostly the beginning of the next one's. A lineage is the
-longest such chain; a snapshot is a position on it, and a replay passes through the ledger of every position.
+Snapshots share their ledger objects: those of one are mostly those of the one before. A lineage is a chain of them, a
+snapshot stands at its newest object, and a replay passes through the ledger of every position.
 
 Invariants:
-1. An object is read and decoded once, whatever the number of snapshots above it.
+1. An object is read and decoded once, whatever the number of snapshots that need it.
 2. Merging is that of recovery.ledger; what it refuses is wrong for this position and all later ones, not for those
-   before it.
+   before it. A snapshot is sound only if the objects that it counts are enough; that a replay knows more does not help.
 """
 
 from __future__ import annotations
@@ -17,26 +17,39 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import compress
 
 from recovery.errors import Damaged, FormatNotUnderstood
 from recovery.ledger import Entry, Ledger
-from recovery.model import BatchInfo, CallId, ChunkRef, Identity, LedgerRow, RecordRef, SegmentInfo
+from recovery.ledger_columns import Names
+from recovery.model import CallId, ChunkRef, Identity, RecordRef, SegmentInfo
 from recovery.ports import LedgerCodec, ObjectStore
-from recovery.snapshots import MAX_DEPTH, LedgerObject, ObjectRef, Snapshot, get_object
+from recovery.snapshots import LedgerObject, ObjectRef, Snapshot, parent_of, read_ledger_object
 from snapshot_inspect.findings import INCONSISTENT, Problem
 from snapshot_inspect.statements import contradictions
 
 
 class Replay(Ledger):
-    """A ledger that grows by one ledger object after the other."""
+    """A ledger that grows by one ledger object after the other, all of which were decoded with `names`."""
+
+    def __init__(self, names: Names) -> None:
+        super().__init__(Names(names))
+        self._n_objects = 0
+        self._said: dict[CallId, int] = {}
+        self._described: dict[int, int] = {}
 
     def extend(self, item: LedgerObject) -> None:
         """Raises Damaged, naming the call, if `item` does not continue what came before."""
-        for info in item.header["segments"]:
-            self.describe(info)
-        for row in item.rows:
-            self._merge(row)
+        self.merge(item.header, item.rows)
+        self._n_objects += 1
+        self._said.update(dict.fromkeys(compress(item.rows.call_ids, item.rows.whole()), self._n_objects))
+        self._described.update(dict.fromkeys(item.header["segments"], self._n_objects))
+
+    def depth(self) -> int:
+        """How many objects before the last one are needed, now that it is settled."""
+        said = [self._said[entry.call_id] for entry in self]
+        described = [self._described[number] for number in self.segments.numbers_in_use()]
+        return self._n_objects - min((*said, *described), default=self._n_objects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +83,14 @@ def uses_of(entries: Iterable[Entry]) -> dict[str, list[Use]]:
 
 @dataclass(slots=True)
 class Lineage:
-    """A base and its deltas; `snapshots` stand at positions of it."""
+    """A chain of objects, newest first; `snapshots` stand at positions of it."""
 
     objects: list[LedgerObject]
     snapshots: dict[int, list[Snapshot]] = field(default_factory=lambda: defaultdict(list))
 
-    @property
-    def length(self) -> int:
-        """Up to the last position at which a snapshot stands."""
-        return max(self.snapshots, default=-1) + 1
+    def needed(self, position: int) -> list[LedgerObject]:
+        """What a snapshot at this position counts, newest first; more than there is is not known yet."""
+        return self.objects[position : position + self.objects[position].header["depth"] + 1]
 
 
 class Lineages:
@@ -87,6 +99,7 @@ class Lineages:
     def __init__(self, store: ObjectStore, codec: LedgerCodec) -> None:
         self._store = store
         self._codec = codec
+        self._names = Names()
         self._read: dict[ObjectRef, LedgerObject | Problem] = {}
         self._place: dict[ObjectRef, tuple[Lineage, int]] = {}
         self._lineages: list[Lineage] = []
@@ -103,40 +116,44 @@ class Lineages:
         return {ref.key for ref in self._read}
 
     def add(self, snapshot: Snapshot) -> Problem | None:
-        """Find the chain of a snapshot. Returns what is wrong with an object of it."""
-        if snapshot.ledger not in self._place:
-            chain = self._chain(snapshot.ledger)
-            if isinstance(chain, Problem):
-                return chain
-            lineage = Lineage(chain)
+        """Find the objects of a snapshot. Returns what is wrong with one of them."""
+        if snapshot.ledger in self._place:
+            lineage, position = self._place[snapshot.ledger]
+        else:
+            newest = self._object(snapshot.ledger)
+            if isinstance(newest, Problem):
+                return newest
+            lineage, position = Lineage([newest]), 0
+        more = self._missing(lineage, position)
+        if isinstance(more, Problem):
+            return more
+        if len(lineage.objects) == 1 and not lineage.snapshots:
             self._lineages.append(lineage)
-            for position, item in enumerate(chain):
-                self._place.setdefault(item.ref, (lineage, position))
-        lineage, position = self._place[snapshot.ledger]
+        lineage.objects += more
+        for number, item in enumerate(lineage.objects):
+            self._place.setdefault(item.ref, (lineage, number))
         lineage.snapshots[position].append(snapshot)
         return None
 
-    def _chain(self, head: ObjectRef) -> list[LedgerObject] | Problem:
-        chain: list[LedgerObject] = []
-        ref: ObjectRef | None = head
-        while ref is not None:
-            item = self._object(ref)
+    def _missing(self, lineage: Lineage, position: int) -> list[LedgerObject] | Problem:
+        """The objects that a snapshot at this position counts beyond those that are there."""
+        head, last = lineage.objects[position], lineage.objects[-1]
+        more: list[LedgerObject] = []
+        for _ in range(position + head.header["depth"] + 1 - len(lineage.objects)):
+            try:
+                item = self._object(parent_of(last, head))
+            except Damaged as error:
+                return Problem(head.ref.key, INCONSISTENT, error.message, error.hint)
             if isinstance(item, Problem):
                 return item
-            chain.append(item)
-            if len(chain) > 4 * MAX_DEPTH:
-                return Problem(head.key, INCONSISTENT, f"{head.key} has more than {4 * MAX_DEPTH} ancestors")
-            ref = item.header["parent"]
-        return chain[::-1]
+            more.append(item)
+            last = item
+        return more
 
     def _object(self, ref: ObjectRef) -> LedgerObject | Problem:
         if ref not in self._read:
             try:
-                header, rows = self._codec.decode(get_object(self._store, ref))
-                header["segments"] = [_segment(value) for value in header.get("segments", [])]
-                parent = header.get("parent")
-                header["parent"] = None if parent is None else ObjectRef.from_json(parent, ref.key)
-                self._read[ref] = LedgerObject(ref, header, rows)
+                self._read[ref] = read_ledger_object(self._store, self._codec, ref, self._names)
             except (Damaged, FormatNotUnderstood) as error:
                 self._read[ref] = Problem.of(ref.key, error)
         return self._read[ref]
@@ -144,42 +161,40 @@ class Lineages:
     def replay(self) -> Iterator[tuple[Snapshot, Problem]]:
         """Go through every lineage; fills `segments` and `uses`. Yields what is wrong, by snapshot."""
         for lineage in self._lineages:
-            fresh: set[str] = set()
-            for position, replay, problem in _positions(lineage):
-                standing = lineage.snapshots.get(position, [])
+            fresh: dict[CallId, int] = {}
+            for position, replay, problem in self._positions(lineage):
+                item, standing = lineage.objects[position], lineage.snapshots.get(position, [])
                 if problem is not None:
                     yield from ((snapshot, problem) for snapshot in standing)
                     continue
-                item = lineage.objects[position]
-                fresh.update(self._note(replay, item.rows))
+                for call_id, kept in zip(item.rows.call_ids, item.rows.kept, strict=True):
+                    fresh[call_id] = min(kept, fresh.get(call_id, kept))
                 for snapshot in standing:
-                    yield from ((snapshot, wrong) for wrong in contradictions(snapshot, replay.counts(), position))
+                    said = contradictions(snapshot, replay.counts(), item.header["depth"])
+                    yield from ((snapshot, wrong) for wrong in (*said, *_too_few(item, replay)))
                 if standing:
-                    needed = fresh & replay.segments_in_use()
-                    self.segments.update((key, replay.segment(key)) for key in needed)
-                    fresh -= needed
+                    self._note(replay, fresh)
+                    fresh.clear()
 
-    def _note(self, replay: Replay, rows: list[LedgerRow]) -> Iterator[str]:
-        """Remember what `rows` refer to. Yields the segments."""
-        for row in rows:
-            entry = replay.get(row.call_id)
+    def _note(self, replay: Replay, fresh: Mapping[CallId, int]) -> None:
+        """Remember what a snapshot refers to. `fresh`: calls, and how many of their chunks were there before."""
+        self.segments.update((key, replay.segment(key)) for key in replay.segments_in_use())
+        for call_id, known in fresh.items():
+            entry = replay.get(call_id)
             if entry is None:
                 continue
             identity = entry.identity
-            if row.identity is not None:
-                at = identity.opened
-                self.uses[at.segment][at.index, row.call_id, identity.request_digest] = Use(row.call_id, identity, None)
-                yield at.segment
-            for chunk in row.chunks:
+            at = identity.opened
+            self.uses[at.segment][at.index, call_id, identity.request_digest] = Use(call_id, identity, None)
+            for chunk in entry.chunks[known:]:
                 at = chunk.at
-                self.uses[at.segment][at.index, row.call_id, chunk.digest] = Use(row.call_id, identity, chunk)
-                yield at.segment
+                self.uses[at.segment][at.index, call_id, chunk.digest] = Use(call_id, identity, chunk)
 
     def users(self, keys: set[str]) -> dict[str, set[int]]:
         """Which snapshots need each of these segments."""
         found: dict[str, set[int]] = defaultdict(set)
         for lineage in self._lineages if keys else []:
-            for position, replay, problem in _positions(lineage):
+            for position, replay, problem in self._positions(lineage):
                 if problem is None and (standing := lineage.snapshots.get(position)):
                     for key in filter(replay.knows_segment, keys):
                         found[key].update(snapshot.id for snapshot in standing)
@@ -190,7 +205,7 @@ class Lineages:
         if snapshot.ledger not in self._place:
             return {snapshot.ledger.key}
         lineage, position = self._place[snapshot.ledger]
-        return {item.ref.key for item in lineage.objects[: position + 1]}
+        return {item.ref.key for item in lineage.needed(position)}
 
     def accounted(self) -> Iterator[tuple[Snapshot, Mapping[str, int]]]:
         """Up to which flush of each writer every snapshot accounts, as its ledger says."""
@@ -202,30 +217,38 @@ class Lineages:
     def ledger_of(self, snapshot: Snapshot) -> tuple[Ledger, Mapping[str, int]]:
         """The ledger of a snapshot that was found sound, and what it has accounted for."""
         lineage, position = self._place[snapshot.ledger]
-        objects = lineage.objects[: position + 1]
-        ledger = Ledger.from_objects((item.header, item.rows) for item in objects)
-        return ledger, dict(objects[-1].header.get("flushed", {}))
+        objects = lineage.needed(position)
+        replay = Replay(self._names)
+        for item in objects[::-1]:
+            replay.extend(item)
+        replay.settle()
+        return replay, dict(objects[0].header.get("flushed", {}))
+
+    def _positions(self, lineage: Lineage) -> Iterator[tuple[int, Replay, Problem | None]]:
+        """From the oldest object on; where a snapshot stands, the replay is settled."""
+        replay = Replay(self._names)
+        lasting: Problem | None = None
+        for position in range(len(lineage.objects) - 1, -1, -1):
+            item, problem = lineage.objects[position], lasting
+            if problem is None:
+                try:
+                    replay.extend(item)
+                except Damaged as error:
+                    problem = lasting = _inconsistent(item, error)
+            if problem is None and lineage.snapshots.get(position):
+                try:
+                    replay.settle()
+                except Damaged as error:  # later objects may say what is missing here
+                    problem = _inconsistent(item, error)
+            yield position, replay, problem
 
 
-def _positions(lineage: Lineage) -> Iterator[tuple[int, Replay, Problem | None]]:
-    replay = Replay()
-    problem: Problem | None = None
-    for position, item in enumerate(lineage.objects[: lineage.length]):
-        if problem is None:
-            try:
-                replay.extend(item)
-            except Damaged as error:
-                problem = Problem(item.ref.key, INCONSISTENT, f"{item.ref.key}: {error.message}", error.hint)
-        yield position, replay, problem
+def _too_few(item: LedgerObject, replay: Replay) -> Iterator[Problem]:
+    """A restore reads the objects that the newest one counts, and no more."""
+    if (needed := replay.depth()) > (counted := item.header["depth"]):
+        key = item.ref.key
+        yield Problem(key, INCONSISTENT, f"{key} counts {counted} objects before it and needs {needed}")
 
 
-def _segment(value: Any) -> SegmentInfo:
-    """A segment as a header describes it; the codec has checked its fields."""
-    batches = tuple(BatchInfo(*batch) for batch in value["batches"])
-    return SegmentInfo(
-        key=value["key"],
-        nbytes=value["nbytes"],
-        crc32c=value["crc32c"],
-        batches=batches,
-        wide=tuple(value.get("wide", ())),
-    )
+def _inconsistent(item: LedgerObject, error: Damaged) -> Problem:
+    return Problem(item.ref.key, INCONSISTENT, f"{item.ref.key}: {error.message}", error.hint)

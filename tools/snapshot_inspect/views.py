@@ -138,7 +138,8 @@ def show(screen: Screen, document: Document) -> None:
         change = ", ".join(f"{_signed(since[name])} {name}" for name in ("calls", "ended", "tokens", "segments"))
         facts.append(("change", f"{change} since snapshot {document['previous']}"))
     ledger = document["ledger"]
-    facts.append(("ledger", f"{ledger['key']}, {_size(ledger['nbytes'])}, {_number(document['depth'])} above its base"))
+    before = f", and {_number(document['depth'])} objects before it" if document["depth"] else ""
+    facts.append(("ledger", f"{ledger['key']}, {_size(ledger['nbytes'])}{before}"))
     facts += [("state", f"{s['name']}: {s['key']}, {_size(s['nbytes'])}") for s in document["states"]]
     facts.append(("written", _size(document["bytes_written"])))
     facts.append(("fingerprint", document["fingerprint"] or "none"))
