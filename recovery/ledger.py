@@ -268,17 +268,13 @@ class Ledger:
                 self.move(at.call_id, [before], [at.chunk])
 
     def take_over(self, entry: Entry, identity: Identity, chunks: Iterable[ChunkRef]) -> None:
-        """A call of another ledger, or of this one before it was dropped, with its records where these say they lie.
-
-        If they are fewer chunks than the call had, it is open. Their segments are described here by now.
-        """
+        """A call of another ledger, with its records where these say that they lie; their segments are described."""
         found = [self._open(OpenedAt(entry.call_id, entry.attempt, identity))]
         found += [self._extend(ChunkAt(entry.call_id, entry.attempt, chunk)) for chunk in chunks]
-        mine = self._entries[entry.call_id]
-        if entry.ended is not None and mine.n_tokens == entry.n_tokens:
+        if entry.ended is not None:
             found.append(self._end(EndedAt(entry.call_id, entry.attempt, entry.n_tokens, *entry.ended)))
         assert not any(found), found
-        mine.history = entry.history
+        self._entries[entry.call_id].history = entry.history
 
     def drop(self, call_id: CallId) -> None:
         """Forget a call that nobody will ask for again."""

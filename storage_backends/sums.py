@@ -19,9 +19,9 @@ from recovery.errors import Damaged, DigestMismatch
 _IN_KEY = re.compile(r"-([0-9a-f]{8})\.[a-z0-9]+")
 
 
-def crc32c(data: bytes) -> int:
-    """Castagnoli CRC of a byte string, an unsigned 32-bit integer."""
-    return int(google_crc32c.value(data))
+def crc32c(data: bytes, before: int = 0) -> int:
+    """Castagnoli CRC of a byte string, an unsigned 32-bit integer. `before`: that of what stands before it."""
+    return int(google_crc32c.extend(before, data))
 
 
 _crc32c = crc32c

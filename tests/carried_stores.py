@@ -24,6 +24,19 @@ from tests import inspect_stores as stores
 
 NAN, INF = float("nan"), float("inf")
 
+INTERRUPTED_RECORDING = """
+import os, signal, sys
+from recovery import publication
+record = publication.Publication.record
+def interrupted(self, states):
+    os.kill(os.getpid(), signal.SIGINT)
+    return record(self, states)
+publication.Publication.record = interrupted
+from snapshot_inspect.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""The inspector as a program that is interrupted when it begins to write a ledger."""
+
 
 def rich(store: ObjectStore, *codecs: CodecName) -> stores.Job:
     """`carried_on`, and then what else a snapshot can hold: wide columns, odd floats, masks of several runs, names."""

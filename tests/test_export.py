@@ -22,13 +22,14 @@ from typing import Any
 
 import pytest
 
+from recovery.errors import StoreUnavailable
 from recovery.model import PolicyVersion
 from recovery.ports import ObjectStore
 from snapshot_inspect import carrying, cli, live_records
 from storage_backends.archive import ArchiveStore
 from storage_backends.codecs import CodecName
 from storage_backends.memory import MemoryStore, named
-from storage_backends.testing.faults import CountingStore
+from storage_backends.testing.faults import PASS, CountingStore, FaultyStore, RaiseBefore
 from tests import inspect_stores as stores
 from tests.carried_stores import content, rich
 from tests.independent_reader import check_everything, read_store
@@ -178,10 +179,10 @@ def test_an_older_snapshot_adopts_nothing(
 # ---- size ----------------------------------------------------------------------------------------------------------
 
 
-def large(n_calls: int, rounds: int, tokens: int) -> MemoryStore:
+def large(n_calls: int, rounds: int, tokens: int, codec: CodecName = "arrow") -> MemoryStore:
     """Many flushes: of each segment one batch or more, calls that go on for long."""
     store = MemoryStore()
-    job = stores.Job(store, keep=8)
+    job = stores.Job(store, keep=8, codec=codec)
     calls = [job.open(f"p-{n}", sampling={"max_tokens": 1 << 20}) for n in range(n_calls)]
     for turn in range(rounds):
         for n, call in enumerate(calls):
@@ -323,6 +324,21 @@ def test_a_store_in_memory_is_exported_by_its_address(tmp_path: Path, capsys: py
     stores.several(named("exported")).close()
     ran = run_export(capsys, "memory://exported", str(tmp_path / "x.zip"))
     assert ran.code == 0 and "3 calls (2 open, 1 ended)" in ran.out
+
+
+def test_the_back_end_fails_at_each_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = made(stores.crashed)
+    counting = CountingStore(store)
+    opened_as(monkeypatch, counting)
+    out = tmp_path / "out"
+    out.mkdir()
+    assert run_export(capsys, "STORE", str(tmp_path / "x.zip"), "--adopt").code == 0
+    for n in range(counting.count()):
+        opened_as(monkeypatch, FaultyStore(store, iter([*[PASS] * n, RaiseBefore(StoreUnavailable("no answer"))])))
+        ran = run_export(capsys, "STORE", str(out / "x.zip"), "--adopt")
+        assert (ran.code, ran.err) == (20, "error: no answer\n") and list(out.iterdir()) == [], n
 
 
 INTERRUPTED = """

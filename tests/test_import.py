@@ -37,7 +37,7 @@ from storage_backends.testing.kills import WAYS, How, Killed, KillingStore
 from storage_backends.testing.s3_proxy import FaultProxy
 from storage_backends.testing.servers import BUCKET, Server
 from tests import inspect_stores as stores
-from tests.carried_stores import carried_to_the_end, content, newest, rich
+from tests.carried_stores import INTERRUPTED_RECORDING, carried_to_the_end, content, newest, rich
 from tests.fakes import ManualClock, SeededEntropy
 from tests.inspect_stores import made
 from tests.test_archive import archive
@@ -370,21 +370,8 @@ def test_a_second_import_fences_the_first_one_and_both_end_well(
     assert run("verify", root).code == 0
 
 
-INTERRUPTED = """
-import os, signal, sys
-from recovery import publication
-record = publication.Publication.record
-def interrupted(self, states):
-    os.kill(os.getpid(), signal.SIGINT)
-    return record(self, states)
-publication.Publication.record = interrupted
-from snapshot_inspect.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 def test_interrupting_is_safe(file: Path, tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", INTERRUPTED, "import", str(file), str(tmp_path / "b"), "--json"]
+    argv = [sys.executable, "-c", INTERRUPTED_RECORDING, "import", str(file), str(tmp_path / "b"), "--json"]
     done = subprocess.run(argv, capture_output=True, env=environment(), timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
     done = subprocess.run(program("latest", str(tmp_path / "b")), capture_output=True, env=environment(), timeout=120)

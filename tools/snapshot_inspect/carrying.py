@@ -154,7 +154,8 @@ class Group:
         self._records: list[Live] = []
         self._nbytes = 0
         self.staged: list[Staged] = []
-        self._moved: dict[RecordRef, OpenedAt | ChunkAt] = {}
+        self.moved: dict[RecordRef, OpenedAt | ChunkAt] = {}
+        """Where records lie now, by where they lay."""
 
     def add(self, use: Use, record: Live) -> None:
         self._uses.append(use)
@@ -170,7 +171,7 @@ class Group:
 
     def identity(self, entry: Entry) -> Identity:
         """What a call is, with the place where its request lies now."""
-        at = self._moved.get(entry.identity.opened)
+        at = self.moved.get(entry.identity.opened)
         if not isinstance(at, OpenedAt):
             return entry.identity
         return dataclasses.replace(entry.identity, opened=at.identity.opened)
@@ -178,7 +179,7 @@ class Group:
     def chunks(self, entry: Entry) -> Iterator[ChunkRef]:
         """The chunks of a call, with the places where they lie now."""
         for chunk in entry.chunks:
-            at = self._moved.get(chunk.at)
+            at = self.moved.get(chunk.at)
             yield at.chunk if isinstance(at, ChunkAt) else chunk
 
     def _write(self) -> None:
@@ -189,7 +190,7 @@ class Group:
         self._store.put_new(key, segment.data)
         staged = Staged(segment.info, coordinates_of(self._records, key), self._writer, flush)
         for use, at in zip(self._uses, staged.coordinates, strict=True):
-            self._moved[use.place] = _same(use, at)
+            self.moved[use.place] = _same(use, at)
         self.staged.append(staged)
         self._uses, self._records, self._nbytes = [], [], 0
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from recovery.errors import RecoveryError
-from snapshot_inspect import completion, documents, export, importing, job_verbs, verbs, views
+from snapshot_inspect import completion, documents, export, importing, job_verbs, repair, verbs, views
 from snapshot_inspect.newest import newest
 from snapshot_inspect.places import open_place
 from snapshot_inspect.render import Screen
@@ -51,12 +51,13 @@ EXAMPLES = (
     ),
     ("doctor", "snapshot-inspect doctor runs/17 --probe", "permissions, clock, format; what the place guarantees"),
     ("export", "snapshot-inspect export runs/17 run-17.zip", "one snapshot as one file, or as JSON lines"),
+    ("repair", "snapshot-inspect repair runs/17", "what could be mended of the newest snapshot, and at what loss"),
     ("import", "snapshot-inspect import run-17.zip s3://bucket/run-17", "a new store out of an exported file"),
 )
 
 _ABOUT = (
-    "Look into the store of a rollout job. A running job is not disturbed, and nothing is written but by import, and "
-    "by doctor with --probe."
+    "Look into the store of a rollout job. A running job is not disturbed, and nothing is written, but by import, by "
+    "repair with --apply, and by doctor with --probe."
 )
 _STORE = "the store's folder, its address (s3://bucket/run), the config of its job, or a portable file"
 _NEW_STORE = "where the store is made: a folder, an address, or a job's config; nothing may be there yet"
@@ -127,12 +128,12 @@ def parser() -> argparse.ArgumentParser:
     )
     one = add("doctor", job_verbs.doctor_, "snapshot-inspect doctor s3://bucket/new-run --probe")
     one.add_argument("--probe", action="store_true", help="write scratch objects, time them, and remove them again")
-    _add_portable(add)
+    _add_writing(add)
     completion.add_verb(sub, top.prog).set_defaults(run=_completion, store="", json=False)
     return top
 
 
-def _add_portable(add: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_writing(add: Callable[..., argparse.ArgumentParser]) -> None:
     one = add(
         "export",
         export.export,
@@ -152,6 +153,10 @@ def _add_portable(add: Callable[..., argparse.ArgumentParser]) -> None:
         "--tokenizer", metavar="DIR", help="with --jsonl: the folder of a tokenizer.json, for text as well"
     )
     one.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    one = add("repair", repair.repair, "snapshot-inspect repair runs/17 --apply")
+    one.add_argument(
+        "--apply", action="store_true", help="publish what is left; a job that runs on the store is fenced by it"
+    )
     one = add(
         "import",
         importing.import_,

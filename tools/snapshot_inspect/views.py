@@ -182,6 +182,7 @@ def verification(screen: Screen, document: Document) -> None:
     if n:
         store = shlex.quote(document["store"])
         screen.line(f"What a restore takes now, and why: snapshot-inspect latest --check {store}")
+        screen.line(f"What could be mended of the newest one: snapshot-inspect repair {store}")
     screen.line(f"{count_text(n, 'problem')} found" if n else "no problem found", "bold red" if n else "bold green")
 
 
