@@ -2,7 +2,7 @@
 
 Owns: opening for reading, what is said when there is no store, what lies in a store's folder and is no object, the
 choice of codecs.
-Does not know: what is in a store.
+Does not know: what is in a store, which folders of a parent are stores (parents.py).
 
 Invariants:
 1. Nothing is created, also not a folder.
@@ -22,6 +22,7 @@ from typing import Any
 from recovery.errors import Damaged, NoStore
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.snapshots import FORMAT_KEY, check_root
+from snapshot_inspect.parents import Below, below
 from storage_backends import open_store
 from storage_backends.keys import TEMPORARY, is_key
 from storage_backends.local import LocalStore
@@ -71,28 +72,33 @@ def open_place(address: str) -> Place:
     try:
         return Place(address, store, _mark(store, address))
     except NoStore as error:
-        below = stores_below(store)
-        if not below:
+        found = below(store)
+        if not found:
             raise NoStore(f"there is no store at {address}: it has no {FORMAT_KEY}", hint=error.hint) from None
-        names = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
+        names = ", ".join(item.name for item in found[:3]) + (", …" if len(found) > 3 else "")
         raise NoStore(
-            f"{address} is no store, but a folder with {len(below)} of them ({names})",
+            f"{address} is no store, but a folder with {len(found)} of them ({names})",
             hint="list them: snapshot-inspect list STORE",
         ) from None
 
 
-def open_folder(address: str) -> list[tuple[str, str]]:
-    """(name, address) of every store right below `address`; empty if it is a store itself. Raises NoStore."""
+def open_folder(address: str) -> list[Below]:
+    """Every store right below `address`; empty if it is a store itself. Raises NoStore."""
     store = open_any(address)
     try:
         _mark(store, address)
         return []
     except NoStore as error:
-        below = stores_below(store)
-        if not below:
+        found = below(store)
+        if not found:
             message = f"there is no store at {address}: neither it nor a folder right below it has a {FORMAT_KEY}"
             raise NoStore(message, hint=error.hint) from None
-        return [(name, os.path.join(local_root(store), name)) for name in below]
+        return found
+
+
+def place_below(item: Below) -> Place:
+    """The store of a parent."""
+    return Place(item.address, item.store, _mark(item.store, item.address))
 
 
 def _mark(store: ObjectStore, address: str) -> dict[str, Any]:
@@ -106,16 +112,6 @@ def _mark(store: ObjectStore, address: str) -> dict[str, Any]:
 def local_root(store: ObjectStore) -> str:
     """The folder of a local store; empty for other systems."""
     return store.root if isinstance(store, LocalStore) else ""
-
-
-def stores_below(store: ObjectStore) -> list[str]:
-    """Names of the folders right below a local root that have a format mark."""
-    root = local_root(store)
-    if not root:
-        return []
-    with told("list", root), os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir())
-    return [name for name in names if os.path.isfile(os.path.join(root, name, FORMAT_KEY))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from recovery.snapshots import Snapshot
 from snapshot_inspect import call_documents, calls, documents, views
 from snapshot_inspect.documents import Document
 from snapshot_inspect.newest import Newest, newest
-from snapshot_inspect.places import Place, ledger_codec, open_folder, open_place, segment_codec
+from snapshot_inspect.parents import Below, side_by_side
+from snapshot_inspect.places import Place, ledger_codec, open_folder, open_place, place_below, segment_codec
 from snapshot_inspect.progress import progress_on
 from snapshot_inspect.render import Screen
 from snapshot_inspect.survey import Choice, Unreadable, choose, nothing_published, position, snapshots
@@ -44,8 +45,7 @@ class Answer:
 
 
 def list_(args: Namespace, now: float) -> Answer:
-    below = open_folder(args.store)
-    if below:
+    if below := open_folder(args.store):
         return _list_stores(below, now)
     place = open_place(args.store)
     at = position(place.store)
@@ -74,18 +74,20 @@ def _newer(error: RecoveryError) -> bool:
     return isinstance(error, FormatNotUnderstood)
 
 
-def _list_stores(below: list[tuple[str, str]], now: float) -> Answer:
-    rows = []
-    for name, address in below:
-        found: Newest | RecoveryError
-        try:
-            store = open_place(address).store
-            found = newest(store, position(store))
-        except RecoveryError as error:
-            found = error
-        rows.append(documents.store_row(name, address, found, now))
+def _list_stores(below: list[Below], now: float) -> Answer:
+    found = side_by_side(_newest_of, below)
+    rows = [documents.store_row(item.name, item.address, one, now) for item, one in zip(below, found, strict=True)]
     fine = all(row["exit_code"] in (0, NothingPublished.exit_code) for row in rows)
     return Answer(0 if fine else 3, rows, lambda screen: views.stores(screen, rows))
+
+
+def _newest_of(item: Below) -> Newest | RecoveryError:
+    """Whatever is wrong with one store of many is that one's row."""
+    try:
+        store = place_below(item).store
+        return newest(store, position(store))
+    except RecoveryError as error:
+        return error
 
 
 def latest(args: Namespace, now: float) -> Answer:
