@@ -24,6 +24,7 @@ TRUE_SPLIT = "true_split"
 PREFIX_SAFE = "prefix_safe"
 POSITION_DRAWS = "position_draws"
 GENERATOR_DRAWS = "generator_draws"
+GRAMMAR = "grammar"
 REDRAW = "redraw"
 
 ABILITIES = {
@@ -34,6 +35,8 @@ ABILITIES = {
     GENERATOR_DRAWS: "the same with `draws: engine`, on the CPU build",
     PREFIX_SAFE: "every custom logits processor of the engine derives from `vllm_hooks.logits.PrefixSafe`, or there is "
     "none",
+    GRAMMAR: "the engine's `scheduler_cls` is `vllm_hooks.scheduling.PrefixScheduler` (`engine_arguments` sets it on "
+    "the CPU build), and it has no reasoning parser",
     REDRAW: "`rollout_checkpointing.unresumable: redraw`",
 }
 """What an engine or a configuration may add, and how it is had."""
@@ -130,7 +133,13 @@ SAMPLING: Mapping[str, Row] = {
     "stream_interval": _exact(_DELIVERY),
     "skip_clone": _exact(_DELIVERY),
     "output_text_buffer_length": _exact("follows from `stop`"),
-    "structured_outputs": _restart("the grammar would begin again at its root", "parse freely"),
+    "structured_outputs": Row(
+        kind=Kind.PLUGIN,
+        needs=(GRAMMAR,),
+        how="the grammar is advanced over the saved tokens before it is used",
+        why="the grammar would begin again at its root",
+        do="start the engine with `vllm_hooks.engine_arguments(...)`",
+    ),
     "logit_bias": _exact(_STATELESS),
     "allowed_token_ids": _exact(_STATELESS),
     "extra_args": Row(

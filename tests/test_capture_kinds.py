@@ -68,7 +68,6 @@ RESTART_ONLY: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": 0.7}),
     ("routed_experts_prompt_start", {"routed_experts_prompt_start": 1}),
     ("logprobs", {"logprobs": 2}),
-    ("structured_outputs", {}),
 ]
 
 
@@ -77,16 +76,12 @@ def test_restart_only_kinds_begin_again_by_their_name(
     engine: Any, on_loop: OnLoop[Any], tmp_path: Path, name: str, fields: dict[str, Any]
 ) -> None:
     """After a crash such a call starts from its prompt, says why, and its answer is a right one."""
-    if name == "structured_outputs":
-        from vllm.sampling_params import StructuredOutputsParams
-
-        fields = {"structured_outputs": StructuredOutputsParams(choice=["hello there", "no"])}
     params = greedy(30, **fields)
 
     async def scenario() -> None:
         with pytest.warns(UserWarning, match=f"a request with {name} starts again after a crash"):
             async with capturing(engine, tmp_path, flush=4, draws="engine") as (wrapped, session):
-                got = await abort_after(wrapped, PROMPT, params, "r", 6 if name != "structured_outputs" else 1)
+                got = await abort_after(wrapped, PROMPT, params, "r", 6)
         cut = read_back(tmp_path).entries["r"].n_tokens
         assert cut >= len(got) > 0
         async with capturing(engine, tmp_path, draws="engine") as (wrapped, session):

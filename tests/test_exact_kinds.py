@@ -174,6 +174,66 @@ def test_penalised_calls_in_one_batch_with_others(engine: Any, on_loop: OnLoop[A
     on_loop(scenario())
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 99},
+        "b": {"type": "array", "items": {"type": "string", "maxLength": 4}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+GRAMMARS: list[dict[str, Any]] = [
+    {"json": SCHEMA, "disable_any_whitespace": True},
+    {"regex": "[a-z]{12}(, [0-9]{2}){3}"},
+    {"choice": ["hello there, you", "hello world, you too", "no"]},
+    {"grammar": 'root ::= "(" inner ")"\ninner ::= [a-c]{2,6} | root root'},
+]
+
+
+@pytest.mark.parametrize("asked", GRAMMARS, ids=lambda asked: next(iter(asked)))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_g1_structured_output_goes_on_at_the_saved_state(
+    engine: Any, on_loop: OnLoop[Any], quick_path: Path, asked: dict[str, Any], temperature: float
+) -> None:
+    """G1: cut at every token: one valid document, its keys once; tokens and logprobs are the uninterrupted call's."""
+    import json
+    import re
+
+    from vllm.sampling_params import StructuredOutputsParams
+
+    structured = StructuredOutputsParams(**asked)
+    params = greedy(90, temperature=temperature, seed=5, ignore_eos=False, structured_outputs=structured)
+
+    async def scenario() -> None:
+        whole = await cut_everywhere(engine, quick_path / "s", PROMPT, params)
+        if "json" in asked and whole.finish_reason == "stop":
+            pairs = json.loads(whole.text, object_pairs_hook=list)
+            assert [key for key, _ in pairs] == ["a", "b"]
+        if "regex" in asked:
+            assert re.fullmatch(asked["regex"], whole.text) and whole.finish_reason == "stop"
+        if "choice" in asked:
+            assert whole.text in asked["choice"]
+
+    on_loop(scenario())
+
+
+def test_a_prefix_outside_its_grammar_is_an_error(engine: Any, on_loop: OnLoop[Any], quick_path: Path) -> None:
+    """Saved tokens that the grammar does not take end the request by an error: it is never begun at the root."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    async def scenario() -> None:
+        free = await ask(engine, PROMPT, greedy(8), "free")
+        params = greedy(40, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex="[a-z]{30}"))
+        async with capturing(engine, quick_path) as (wrapped, session):
+            await put_cut(session, engine, "r", params, free, 0, 8)
+            got = await ask(wrapped, PROMPT, params, "r")
+            assert got.finish_reason == "error" and len(got.token_ids) == 8
+        assert (await ask(engine, PROMPT, greedy(8), "alive")).token_ids == free.token_ids
+
+    on_loop(scenario())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_b10_prompt_logprobs_are_of_the_prompt_alone(
     engine: Any, on_loop: OnLoop[Any], quick_path: Path, kind: str

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module, metadata
 from typing import Any
 
-from recovery.resume_table import GENERATOR_DRAWS, POSITION_DRAWS, PREFIX_SAFE, TRUE_SPLIT
+from recovery.resume_table import GENERATOR_DRAWS, GRAMMAR, POSITION_DRAWS, PREFIX_SAFE, TRUE_SPLIT
 
 TRUE_SPLIT_CLASS = "vllm_hooks.logits:TrueSplit"
 DRAWS_CLASS = "vllm_hooks.draws:PositionDraws"
 _OURS = (DRAWS_CLASS, TRUE_SPLIT_CLASS)
+SCHEDULER_CLASS = "vllm_hooks.scheduling.PrefixScheduler"
 _RAW = ("raw_logprobs", "raw_logits")
 """With the other modes the engine reports what the sampler left, and ours leaves one token."""
 
@@ -26,8 +27,13 @@ _RAW = ("raw_logprobs", "raw_logits")
 def engine_arguments(**arguments: Any) -> dict[str, Any]:
     """`arguments` of a vLLM engine with the plug-in's parts added; for engines with the V1 runner.
 
-    A speculative engine takes no custom logits processors, and is given none.
+    A speculative engine takes no custom logits processors, and is given none. The scheduler is for the CPU build, whose
+    own is of the same kind.
     """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and arguments.get("scheduler_cls") is None:
+        arguments = {**arguments, "scheduler_cls": SCHEDULER_CLASS}
     if arguments.get("speculative_config"):
         return arguments
     listed = list(arguments.get("logits_processors") or ())
@@ -39,6 +45,10 @@ def abilities_of(engine: Any) -> frozenset[str]:
     config = engine.vllm_config
     classes = list(_processors(config.model_config))
     found = set()
+    scheduler = config.scheduler_config.scheduler_cls
+    named = scheduler if scheduler is None or isinstance(scheduler, str) else _name(scheduler).replace(":", ".")
+    if named == SCHEDULER_CLASS and not config.structured_outputs_config.reasoning_parser:
+        found.add(GRAMMAR)
     if all(_is_prefix_safe(one) for one in classes):
         found.add(PREFIX_SAFE)
         if getattr(config, "use_v2_model_runner", False) or config.speculative_config:
