@@ -272,3 +272,43 @@ def test_b24_another_draw_only_when_asked_for(engine: Any, on_loop: OnLoop[Any],
         assert read_back(quick_path).transcripts["r"].token_ids.tolist() == got.token_ids
 
     on_loop(scenario())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_l6_stored_logprobs_agree_with_scoring_the_answer(
+    engine: Any, on_loop: OnLoop[Any], quick_path: Path, temperature: float
+) -> None:
+    """L6: cut, carried on, read back: token i and logprob i are those that a prefill of prompt and answer gives."""
+    from tests.engine_runs import read_back
+
+    params = greedy(40, temperature=temperature, seed=2)
+
+    async def scenario() -> None:
+        whole = await cut_everywhere(engine, quick_path / "s", PROMPT, params, cuts=[13, 29])
+        scored = await ask(engine, [*PROMPT, *whole.token_ids], greedy(1, prompt_logprobs=0), "score")
+        assert scored.prompt_logprobs is not None
+        rows = scored.prompt_logprobs[len(PROMPT) :]
+        values = [dict(row)[token] for token, row in zip(whole.token_ids, rows, strict=True)]
+        for name in ("r13", "r29"):
+            stored = read_back(quick_path / "s").transcripts[name]
+            assert stored.logprobs.tolist() == pytest.approx(values, abs=2e-5)
+
+    on_loop(scenario())
+
+
+def test_l1_the_stored_logprob_is_the_sampled_tokens(engine: Any, on_loop: OnLoop[Any], quick_path: Path) -> None:
+    """L1: with the best three asked for and a token drawn that is none of them, its own logprob is stored."""
+    from tests.engine_runs import read_back
+
+    params = greedy(40, temperature=1.8, seed=6, logprobs=3)
+
+    async def scenario() -> None:
+        async with capturing(engine, quick_path) as (wrapped, _):
+            got = await ask(wrapped, PROMPT, params, "r")
+        assert got.logprobs is not None
+        best = [max(value for _, value in entry) for entry in got.logprobs]
+        stored = read_back(quick_path).transcripts["r"].logprobs.tolist()
+        assert stored == pytest.approx(got.sampled, abs=1e-6)
+        assert sum(one < other for one, other in zip(stored, best, strict=True)) > 10
+
+    on_loop(scenario())
