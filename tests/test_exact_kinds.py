@@ -208,7 +208,8 @@ def test_g1_structured_output_goes_on_at_the_saved_state(
     async def scenario() -> None:
         whole = await cut_everywhere(engine, quick_path / "s", PROMPT, params)
         if "json" in asked and whole.finish_reason == "stop":
-            pairs = json.loads(whole.text, object_pairs_hook=list)
+            # Not strict: the engine's grammar lets a control character into a string, cut or uncut.
+            pairs = json.loads(whole.text, object_pairs_hook=list, strict=False)
             assert [key for key, _ in pairs] == ["a", "b"]
         if "regex" in asked:
             assert re.fullmatch(asked["regex"], whole.text) and whole.finish_reason == "stop"
