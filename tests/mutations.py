@@ -3,7 +3,7 @@
 Owns: the list of mutations, and running the named test files against a copy of the package with one of them applied.
 Not a test of the suite (it runs pytest once per mutation); run it by hand when the machines or their tests change:
 
-    python -m tests.mutations [WORD]        only mutations whose file or text contains WORD
+    python -m tests.mutations [WORD …]      only mutations whose file or text contains one of the words
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ MUTATIONS = [
     ("rollout.py", "await asyncio.shield(self._closing)", "await self._closing", "rollout"),
     ("generation.py", "            cancelled = error\n", "            raise\n", "rollout"),
     ("prefixes.py", "action = verdict.action", "pass", "rollout"),
-    ("ownership.py", "return len(untrained) >= batches", "return False and batches", "ownership"),
-    ("ownership.py", "< far.updates + self._updates_due + 1", "< far.updates", "ownership"),
+    ("patience.py", "return len(untrained) >= batches", "return False and batches", "ownership"),
+    ("patience.py", "< far.updates + self.updates_due + 1", "< far.updates", "ownership"),
 ]
 
 
@@ -94,15 +94,15 @@ def survives(file: str, text: str, instead: str, tests: str) -> str:
         for name in ("tests", "storage_backends", "tools", "vllm_hooks", "pyproject.toml"):
             (Path(folder) / name).symlink_to(ROOT / name)
         files = [f"tests/test_{name}.py" for name in tests.split()]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "60", *files]
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder}/tools"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         return "" if done.returncode == 1 else f"pytest ended with {done.returncode}: {done.stdout[-300:]}"
 
 
 def main() -> int:
-    word = sys.argv[1] if len(sys.argv) > 1 else ""
-    chosen = [row for row in MUTATIONS if word in " ".join(row)]
+    words = sys.argv[1:] or [""]
+    chosen = [row for row in MUTATIONS if any(word in f"{row[0]} {row[1]}" for word in words)]
     alive = 0
     for row in chosen:
         problem = survives(*row)

@@ -79,6 +79,8 @@ class Job:
     trainer: Trainer = field(default_factory=Trainer)
     reused: int = 0
     lives: int = 0
+    mean_trained: float = 0.0
+    """Tokens of a trained sample, once the job has ended."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -227,6 +229,7 @@ class JobLife:
             await self.rollout.updates.update(self.push)
             await self.checkpoint(got.rollout, trained)
         assert Counter(trained) == self.job.expected(), "every sample once, token for token"
+        self.job.mean_trained = sum(len(tokens) for _, _, tokens in trained) / len(trained)
 
     async def push(self, target: PolicyVersion) -> None:
         await asyncio.sleep(1)

@@ -44,7 +44,10 @@ def groups_of(lease: Lease) -> list[int]:
 
 
 class OwnershipMachine(RuleBasedStateMachine):
-    """What the test itself did, in sets of group numbers; nothing is read back from the machine to predict it."""
+    """What the test itself did, in sets of group numbers; nothing is read back from the machine to predict it.
+
+    Among others A8, A16 (admission only where no hold is), M12 (a result never waits for a slot), M18 and M19.
+    """
 
     @initialize(
         executing=st.integers(1, 3),
@@ -253,7 +256,7 @@ def key_of(own: Ownership, source: NaiveSource) -> Any:
     holds = tuple(sorted(h.kind.value for h in own.gate.active))
     stale = tuple(sorted((g, min(n, 2)) for g, n in source.stale.items()))
     leases = tuple(tuple(groups_of(lease)) for lease in own.leases.open)
-    state = (own.versions.state.value, min(own._updates_due, 3), own.exhausted)
+    state = (own.versions.state.value, min(own.patience.updates_due, 3), own.exhausted)
     return records, order, holds, stale, leases, state, tuple(source.waiting)
 
 
@@ -418,6 +421,21 @@ def test_a5_execution_never_touches_the_pristine_samples() -> None:
     made[0].row["x"] = 1
     made[0].token_ids.append(5)
     assert record.attempt.samples[0].row == {} and record.attempt.samples[0].token_ids == []
+
+
+def test_a65_what_is_requeued_is_the_pristine_group_never_what_was_generated() -> None:
+    own = owner(NaiveSource(1), batch=1)
+    record = own.admit()
+    assert record is not None and record.execution is not None
+    made = copies(record.attempt.samples)
+    made[0].row["x"], made[0].token_ids, made[0].version_spans = 1, [5], [(0, 1, "a", 0)]
+    own.complete(record.execution, made, 0)
+    lease = own.lease(1)
+    assert isinstance(lease, Lease)
+    own.roll_back(lease)
+    again = own.admit()
+    assert again is not None
+    assert again.attempt.samples[0] == sample(0) and again.attempt is not record.attempt and again.samples == ()
 
 
 def test_a14_limits_that_could_not_work_are_refused() -> None:
@@ -691,7 +709,7 @@ def test_a25_a26_an_update_needs_a_drain_hold_that_saw_its_frontier_end() -> Non
     assert own.refusal() == "" and own.versions.current.number == 1
 
 
-def test_a46_a47_close_is_sticky_refuses_open_leases_and_resumes_from_what_is_left() -> None:
+def test_a23_a36_a46_a47_a48_m5_close_is_sticky_refuses_open_leases_and_resumes_from_what_is_left() -> None:
     source = NaiveSource(4)
     own = owner(source, batch=1)
     run_one(own), run_one(own)

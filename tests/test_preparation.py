@@ -62,7 +62,7 @@ def test_m27_a39_each_violated_precondition_has_its_own_error() -> None:
     source.down = set()
     prepare(own, hold, checkpoint=True)
     assert own.settlement.retained == [] and covers(own) == 3, "A39: retried once"
-    with pytest.raises(TrainerUnresolved):
+    with pytest.raises(TrainerUnresolved):  # A40
         prepare(own, hold, unresolved=1, checkpoint=True)
     own.fail(RuntimeError("worker"))
     with pytest.raises(Failed, match="worker"):
@@ -92,7 +92,7 @@ def test_a27_an_update_is_inside_alone(works: tuple[Work, ...]) -> None:
     assert isinstance(fence.enter(Work.UPDATE, "w"), Pass)
 
 
-def test_a68_the_keys_are_these() -> None:
+def test_a68_a70_the_keys_are_these() -> None:
     spec = {
         *(f"fully_async/version_lag/count_{b}" for b in ("0", "1", "2_to_3", "4_plus", "unknown")),
         "fully_async/count/stale_rejected",
@@ -108,6 +108,11 @@ def test_a68_the_keys_are_these() -> None:
         "stale_groups_recycled"
     )
     assert {f"rollout/fully_async/{name}" for name in also.split()} <= KEYS, "A69"
+    and_ = (
+        "holds_active hold_age_s/evaluation frontier_groups open_leases retained/commit_failed slots_used slots_total"
+    )
+    more = "refused_leases negative_lags lineage_mismatches tokens_reused tokens_regenerated"
+    assert {f"rollout/fully_async/{name}" for name in f"{and_} {more}".split()} <= KEYS, "A70"
     assert all(key.startswith(("fully_async/", "rollout/fully_async/")) for key in KEYS)
 
 

@@ -62,7 +62,7 @@ def test_a_whole_job_on_disk_trains_every_sample_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_a_kill_at_any_store_call_loses_and_doubles_nothing(tmp_path: Path, place: str) -> None:
-    """Killed before a call, after it, or its answer lost; then continued."""
+    """A41, M29: killed before a call, after it, or its answer lost; then continued."""
     counting = KillingStore(MemoryStore(), 0)
     finish(job(), counting)
     points = [(at, how) for at in range(1, counting.n_calls + 1) for how in WAYS]
@@ -95,6 +95,23 @@ def test_w3_kills_at_any_moment_of_the_loop_lose_no_long_sample(on_stale: str) -
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+def test_w3_long_samples_are_trained_as_often_as_short_ones() -> None:
+    """64 prompts of heavy-tailed lengths, five kills: each in exactly one trained sample, the mean length unchanged."""
+    lengths = [1 + int(2 / (1 - position / 65) ** 1.2) for position in range(64)]
+    random.Random(7).shuffle(lengths)
+    config = RolloutConfig(max_executing_groups=6, completed_prefetch_groups=12, max_policy_version_lag=2)
+    one, store = Job(3, lengths, config, batch=4, samples=1), MemoryStore()
+    kills = 0
+    for stop_s in (20.0, 45.0, 15.0, 60.0, 30.0):
+        assert not virtual_loop.run(one.live(store, stop_s))
+        kills += 1
+    finish(one, store)
+    plain = Job(3, lengths, config, batch=4, samples=1)
+    finish(plain, MemoryStore())
+    mean = sum(len(tokens) for _, _, tokens in one.expected()) / 64
+    assert kills == 5 and one.reused > 0 and mean == one.mean_trained == plain.mean_trained
 
 
 def test_double_resume_loses_nothing() -> None:

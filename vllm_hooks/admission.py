@@ -54,6 +54,16 @@ class Admission:
             return self._again(live, stop) if live else self._bring_back(known, transcripts[call_id], keep=True)
         return self._table.open(request, call_id, 0)
 
+    @property
+    def restored(self) -> Iterable[RestoredCall]:
+        """Open calls that a restore brought back and nobody has asked for yet."""
+        return self._restored.values()
+
+    def forget(self, call_id: CallId) -> None:
+        """Nobody will ask for this call again. What of it was not frozen yet still goes with a freeze."""
+        self._restored.pop(call_id, None)
+        self._table.forget(call_id)
+
     def _bring_back(self, entry: Entry, transcript: Transcript, *, keep: bool) -> LiveCall:
         call = self._table.carry_on(
             transcript.request,

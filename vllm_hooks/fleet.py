@@ -67,7 +67,9 @@ class LoopFleet:
         self._on_loop(self._session.barriers.lower_fence, _UNDO_TIMEOUT_S, undo=True)
 
     def prepare(self, timeout_s: float) -> Mapping[str, bytes]:
-        return self._on_loop(self._session.participants.states, timeout_s)
+        states = self._on_loop(self._session.participants.states, timeout_s)
+        self._session.stored.sweep()
+        return states
 
     def resume(self, published: bool) -> None:
         if published:

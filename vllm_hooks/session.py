@@ -28,7 +28,7 @@ from recovery.ledger import EndedAt
 from recovery.model import CallId, PolicyVersion, Request
 from recovery.participants import Participants
 from recovery.protocol import Verdict
-from recovery.restore import Restored, anything
+from recovery.restore import Restored, RestoredCall, anything
 from recovery.resume import StopRules
 from recovery.staging import Staged, Stager
 from vllm_hooks.admission import Admission
@@ -66,7 +66,8 @@ class RecoverySession:
     `stored`: the calls that the store holds. `participants`: whose states go into every snapshot.
     `parity`: what the self-test saw, if there was one.
     `pulls`: set it where parity.self_test saw the pull capture agree; FINAL_ONLY requests are then read, not streamed.
-    `on_tokens`, if set, is told on the loop of each captured engine output: the call and its number of new tokens.
+    `on_tokens`, if set, is told on the loop of each captured engine output: the call and its number of new tokens;
+    `on_left` of each call whose stream is over.
     `on_attempt`, if set, is told in the coordinator's thread of each snapshot attempt.
     """
 
@@ -83,6 +84,7 @@ class RecoverySession:
         self.pulls = False
         self.parity = NOT_TESTED
         self.on_tokens: Callable[[LiveCall, int], None] | None = None
+        self.on_left: Callable[[LiveCall], None] | None = None
         self.on_attempt: Callable[[Attempt], None] | None = None
         self.barriers = Barriers()
         self.table = CallTable()
@@ -284,6 +286,8 @@ class RecoverySession:
     def left(self, call: LiveCall) -> None:
         """The caller's stream is over: ended, aborted or failed."""
         call.in_use = False
+        if self.on_left is not None:
+            self.on_left(call)
         if call.ended is not None and self.keeps_results:
             self._deliveries.ended(call)
 
@@ -301,6 +305,16 @@ class RecoverySession:
         """Everything captured and not yet handed over, swapped out in one synchronous step."""
         self._polling.read_all()
         return self.table.freeze()
+
+    def waiting_calls(self) -> list[RestoredCall]:
+        """Open calls that the restore brought back and nobody has asked for yet."""
+        return list(self._admission.restored) if self.capturing else []
+
+    def forget(self, call_id: CallId) -> None:
+        """Nobody will ask for this call again: it goes out of the ledger with a next snapshot."""
+        if self.capturing:
+            self._admission.forget(call_id)
+            self.stored.forget(call_id)
 
     async def durable(self, rollout: str) -> LiveCall:
         """The ended call of that request id, once its terminal record is in the store. Once per call.

@@ -10,10 +10,11 @@ Invariant:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from recovery.config import CheckpointingConfig, effective_mode
+from recovery.restore import anything
 from recovery.resume import StopRules
 from vllm_hooks import surface
 from vllm_hooks.fingerprint import engine_fields
@@ -37,6 +38,7 @@ async def open_session(
     test: bool = True,
     keeps_results: bool = False,
     reading: Reading | None = None,
+    compatible: Callable[[Mapping[str, bytes]], None] = anything,
 ) -> RecoverySession:
     """Claim and restore the store of `config` for this engine, and begin to capture. Call it on the engine's loop.
 
@@ -46,7 +48,7 @@ async def open_session(
         must: further fields of which a difference refuses a restore, beside those of the engine.
         owner: who this is, for people.
         test: run the parity self-test (seconds); without it resumes claim `statistical` and FINAL_ONLY is streamed.
-        keeps_results, reading: see RecoverySession.open.
+        keeps_results, reading, compatible: see RecoverySession.open.
 
     Raises RecoveryError and its kin: see recovery.errors for the exit codes.
     """
@@ -65,6 +67,7 @@ async def open_session(
             exactness=parity.grade,
             keeps_results=keeps_results,
             reading=reading,
+            compatible=compatible,
         )
     )
     session.parity = parity

@@ -25,6 +25,7 @@ class StoredCalls:
     def __init__(self, opened: Opened | None) -> None:
         self._opened = opened
         self._dropping = True
+        self._forgotten: set[CallId] = set()
 
     @property
     def _ledger(self) -> Ledger:
@@ -44,6 +45,24 @@ class StoredCalls:
         assert self._dropping and self._opened is not None, "the ledger is the coordinator's once calls were admitted"
         with self._opened.publication.lock:
             self._ledger.drop(call_id)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this process claimed; 0 without a store."""
+        return self._opened.publication.log.epoch if self._opened is not None else 0
+
+    def forget(self, call_id: CallId) -> None:
+        """Drop the call when `sweep` finds it; on the loop."""
+        self._forgotten.add(call_id)
+
+    def sweep(self) -> None:
+        """Drop what was forgotten and has arrived in the ledger. In the coordinator's thread, whose ledger it is."""
+        assert self._opened is not None
+        found = [call_id for call_id in list(self._forgotten) if self._ledger.get(call_id) is not None]
+        with self._opened.publication.lock:
+            for call_id in found:
+                self._ledger.drop(call_id)
+        self._forgotten.difference_update(found)
 
     def admitted(self) -> None:
         """From here on the ledger is the coordinator's."""

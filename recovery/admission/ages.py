@@ -3,7 +3,7 @@
 Owns: the way from a group's tokens to distances, and masking.
 Does not know: what follows from an age (staleness.py, ownership.py).
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A53) A group that reported no versions is as old as its admission; what a worker says at completion is not asked.
 2. (A65, V11) Masking takes tokens out of the loss; no version is ever rewritten.
 """

@@ -3,7 +3,7 @@
 Owns: the table of phases, which attempts are outstanding, and the check of every receipt that is presented.
 Does not know: sources, slots, buffers, the event loop.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A2) Of two attempts with one id the active one stays; the newcomers are the caller's to give back.
 2. (A3) `check` looks at a whole batch before anything changes, and a receipt that comes twice fails it.
 3. (A4) Receipts are compared as objects: an equal one of another owner, execution or process is not this one.

@@ -3,7 +3,7 @@
 Owns: who is inside.
 Does not know: holds, who waits.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A27) A weight update is inside alone. Evaluations and cuts may be inside together: neither changes a version.
 2. Leaving is a set removal; who is not inside cannot leave.
 3. (A27) `may_close` is false while an update is inside.

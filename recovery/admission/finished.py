@@ -3,7 +3,7 @@
 Owns: the queue and, with an explicit cap, which group it gives up for a newcomer.
 Does not know: slots, receipts' phases, who waits.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A10) Without a cap the queue has room for every slot owner: putting never waits and nothing is given up.
 2. (A11) Over a cap M everything beyond the limit goes; if that was not enough, the group of the oldest version, then
    of the lowest sum of versions, then of the lowest draw. A group that consumption waits for is never evicted.

@@ -3,7 +3,7 @@
 Owns: the ways in which a generate function may be written, and the proof that it has ended.
 Does not know: receipts, slots, what becomes of the result.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A50) A cancellation is a request. The execution is over when the function, or the thread it runs in, has returned.
 2. When one sample of a group fails, its siblings are cancelled and waited for before the failure is reported.
 3. The first error is reported as it was raised, not wrapped in a group.

@@ -3,7 +3,7 @@
 Owns: the set of active holds with their frontiers, the admission epoch, and the lifecycle OPEN, CLOSING, CLOSED.
 Does not know: what a frontier member is (any hashable object), the event loop.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A21) Admission is open if and only if no hold is active and the lifecycle is OPEN.
 2. (A15) The epoch grows with every acquisition and with every reopening.
 3. (A22, M7) Releasing is a set removal: twice before close is an error that changes nothing, after close a no-op.

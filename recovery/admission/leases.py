@@ -3,7 +3,7 @@
 Owns: the open leases and whether a handle is spent.
 Does not know: how a batch is settled (settlement.py), how it was put together.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A31) A handle is spent by its first settlement attempt, whatever became of it.
 2. (A33) After that attempt the lease is not open any more.
 3. (A30) A lease carries its receipts and its rollout id, which grows from lease to lease.

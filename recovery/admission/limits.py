@@ -3,7 +3,7 @@
 Owns: E, P, the batch, the cap, checked together; the answers that are no lease; the errors of the owner itself.
 Does not know: how the bounds are kept (ownership.py).
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A14) Limits under which a batch could never be put together, or a group would wait for a slot, cannot be made.
 """
 

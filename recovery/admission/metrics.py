@@ -3,7 +3,7 @@
 Owns: the counters of the present interval, and the names.
 Does not know: who reads them, when.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A68 to A70) The keys are exactly KEYS, at every emission; no version, id or owner's label ever becomes one.
 2. Counters start again at an emission; gauges are what they are at that moment.
 """

@@ -3,7 +3,7 @@
 Owns: the order of the steps that involve several of these; every method is one step, without a wait in between.
 Does not know: the event loop, how a group is generated, time, chance (both are given with the event).
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A8) Every outstanding attempt holds a slot; at most E are reserved or executing, at most P are outstanding.
 2. (A15, A16) `acquire` closes reservation and lease issue and takes the frontier in one step, and `admit` and `lease`
    look at the gate in the step in which they act.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from recovery.admission.ages import Ages
-from recovery.admission.attempts import Attempts, Execution, Phase, Record
+from recovery.admission.attempts import Attempt, Attempts, Execution, Phase, Record
 from recovery.admission.exclusion import ExclusionFence
 from recovery.admission.finished import Entry, FinishedGroups
 from recovery.admission.holds import AdmissionClosed, AdmissionGate, Hold, HoldKind, Lifecycle
@@ -34,11 +34,12 @@ from recovery.admission.limits import (
     Waiting,
 )
 from recovery.admission.metrics import Metrics
+from recovery.admission.patience import Patience
 from recovery.admission.samples import Sample, finished
 from recovery.admission.settlement import Settlement, Source, Why, under
 from recovery.admission.slots import Slots
 from recovery.admission.staleness import Action, Staleness
-from recovery.admission.versions import Ghost, Lag, PolicyVersions, State
+from recovery.admission.versions import Ghost, PolicyVersions, State
 from recovery.model import PolicyVersion
 
 
@@ -54,6 +55,7 @@ class Ownership:
         *,
         incarnation: str,
         keep: Callable[[Sequence[Sample]], bool] = lambda samples: True,
+        settled: Callable[[Attempt], None] = lambda attempt: None,
     ) -> None:
         self.limits = limits
         self.ages = Ages(staleness, versions)
@@ -71,7 +73,8 @@ class Ownership:
         self.failure: BaseException | None = None
         self.exhausted = False
         self._keep = keep
-        self._updates_due = 0
+        self._settled = settled
+        self.patience = Patience(staleness, self.ages, self.attempts, limits.batch_groups)
 
     # ---- admission ---------------------------------------------------------------------------------------------
 
@@ -91,16 +94,7 @@ class Ownership:
             return "enough groups are executing"
         if self.slots.used == self.slots.total:
             return "no slot is free"
-        return "more groups would grow too old" if self._enough_to_wait_for() else ""
-
-    def _enough_to_wait_for(self) -> bool:
-        """Where every group is waited for: as many as can be trained within the limit, but one batch at least."""
-        limit = self.staleness.limit
-        if limit is None or not self.staleness.waits_for(0):
-            return False
-        batches = max(1, limit + 1 - self._updates_due)
-        untrained = self.attempts.in_phase(Phase.RESERVED, Phase.EXECUTING, Phase.TERMINAL, Phase.PUBLISHED)
-        return len(untrained) >= batches * self.limits.batch_groups
+        return "more groups would grow too old" if self.patience.has_enough() else ""
 
     def admit(self) -> Record | None:
         """Reserve one group, with its slot and the current version, and begin it. None: the source is at its end.
@@ -198,7 +192,7 @@ class Ownership:
         if more and len(ready) < self.limits.batch_groups:
             return Waiting(f"{len(ready)} of {self.limits.batch_groups} groups are finished")
         chosen = ready[: self.limits.batch_groups]
-        long = self._would_grow_too_old()
+        long = self.patience.must_wait_for()
         if long:
             return self._refused(f"group {long} would grow too old: it is waited for")
         return self._issue(rollout, [entry.record for entry in chosen])
@@ -218,7 +212,7 @@ class Ownership:
             self.attempts.move(record, Phase.LEASED)
         receipts = tuple(record.terminal for record in records if record.terminal is not None)
         groups = tuple(record.samples for record in records)
-        self._updates_due += 1
+        self.patience.leased()
         return self.leases.issue(
             Lease(rollout=rollout, receipts=receipts, groups=groups, version=self.versions.current)
         )
@@ -229,7 +223,7 @@ class Ownership:
         try:
             self.settlement.commit(records, lease.rollout)
         except BaseException:
-            self._updates_due -= 1
+            self.patience.not_trained()
             self._gone(records)
             raise
         self._gone(records)
@@ -237,24 +231,13 @@ class Ownership:
     def roll_back(self, lease: Lease) -> None:
         """The trainer never began with it: generated again."""
         records = self._spend(lease)
-        self._updates_due -= 1
+        self.patience.not_trained()
         self._roll_back(records, Why.OTHER)
 
     def _spend(self, lease: Lease) -> list[Record]:
         records = self.attempts.check(lease.receipts, Phase.LEASED)
         self.leases.spend(lease)
         return records
-
-    def _would_grow_too_old(self) -> str:
-        """A group that is waited for and would be beyond the limit once this lease and those before it are trained."""
-        limit = self.staleness.limit
-        for record in self.attempts.in_phase(Phase.EXECUTING):  # they end without this lease; others would not
-            if limit is None or not self.staleness.waits_for(record.attempt.stale):
-                continue
-            far = self.ages.far(record)
-            if isinstance(far, Lag) and far.updates <= limit < far.updates + self._updates_due + 1:
-                return repr(record.attempt.reservation_id)
-        return ""
 
     # ---- ages --------------------------------------------------------------------------------------------------
 
@@ -343,6 +326,7 @@ class Ownership:
         for record in records:
             if record.phase in (Phase.COMMITTED, Phase.ROLLED_BACK):
                 self.gate.settled(record.execution)
+                self._settled(record.attempt)
                 self.exhausted = self.exhausted and record.phase is Phase.COMMITTED
 
     def reconcile(self) -> list[BaseException]:
@@ -374,7 +358,7 @@ class Ownership:
             self.versions.fail()
             raise
         self.versions.succeed()
-        self._updates_due = len(self.leases.open)
+        self.patience.published(len(self.leases.open))
 
     def close(self) -> None:
         """(A46, A47) Closed for good. Raises CannotClose while an update is under way or a lease is open."""

@@ -3,7 +3,7 @@
 Owns: which rollouts the published snapshots cover.
 Does not know: the coordinator, the store; it is called on the event loop and never waits.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. The states are taken in one step, under a cut hold whose frontier is frozen in that step.
 2. (A42) A trainer's checkpoint is only said to be saved after a snapshot that covers it was published; otherwise a
    restart would find no snapshot that knows what was trained.

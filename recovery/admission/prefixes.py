@@ -3,7 +3,7 @@
 Owns: the port to whoever keeps prefixes, and the verdict on a whole group.
 Does not know: how prefixes are stored or resumed (vllm_hooks does), when a group is begun.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (V12) It is asked when a replayed group is begun, before any token is spent on it.
 2. (V17) The granularity is the group: its samples go on together or are drawn anew together.
 """
@@ -36,7 +36,7 @@ class Prefixes(Protocol):
         """What is saved of that request; None if nothing is."""
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """(V18) They were requeued pristine: their prefixes are dropped with the next snapshot."""
+        """(V18) Trained, or requeued pristine: nobody asks for them again; they go with a next snapshot."""
 
 
 class _None:
@@ -65,6 +65,4 @@ def verdict_of(attempt: Attempt, prefixes: Prefixes, own: Ownership) -> tuple[Ac
         )
         if verdict.action in (Action.REQUEUE, Action.REJECT):
             action = verdict.action
-    if action is not Action.RESUME:
-        prefixes.forget([sample.request_id for sample in attempt.samples])
     return action, n_tokens

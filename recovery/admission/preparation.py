@@ -3,7 +3,7 @@
 Owns: the preconditions, each with an error of its own, and the highest rollout that a state covers.
 Does not know: how a state is written (state.py), who takes the hold.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A39) For a checkpoint of rollout R: not closing, not failed, held, every frontier member done, no lease open,
    nothing retained after one more retry, nothing unsettled at the trainer.
 2. For a snapshot in between, leases may be open and receipts retained: their groups are outstanding in the state, so a

@@ -3,7 +3,7 @@
 Owns: the cursor, which groups are requeued, outstanding and acknowledged, and the replay-set rule.
 Does not know: where rows lie (rows.py), slots, leases, who generates.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A6) Requeued groups come before new ones, in order of `group_index`; a row that cannot be made does not move the
    cursor.
 2. (A7) Every verb checks all of its input first: one that raises has changed nothing.

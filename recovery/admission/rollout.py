@@ -5,7 +5,7 @@ Does not know: what is allowed (ownership.py decides every step), what an engine
 
 Runs on one event loop. Everything between two awaits is one step of the machine, so no gate can close in between.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A16) A group is reserved in the same step in which the gate was seen open.
 2. (A50) A group leaves its slot only when its task has ended; cancelling one is a request.
 3. Every wait has a deadline, and a deadline changes nothing (changes.py).
@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from recovery.admission.attempts import Execution, Record
+from recovery.admission.attempts import Attempt, Execution, Record
 from recovery.admission.changes import Changes, Deadline
 from recovery.admission.generation import Engine, Generate, each_sample, run
 from recovery.admission.holds import AdmissionClosed, Hold, HoldKind, Lifecycle
@@ -102,7 +102,13 @@ class FullyAsyncRollout:
             escalate_to=config.escalate_to,
         )
         self.ownership = Ownership(
-            source, limits, staleness, PolicyVersions(PolicyVersion()), incarnation=entropy.hex(8), keep=keep
+            source,
+            limits,
+            staleness,
+            PolicyVersions(PolicyVersion()),
+            incarnation=entropy.hex(8),
+            keep=keep,
+            settled=self._forget,
         )
         self.changes = Changes()
         self.state = RolloutState(self.ownership, source)
@@ -281,7 +287,6 @@ class FullyAsyncRollout:
             if not task.cancelled() and task.exception() is None:
                 self.ownership.complete(execution, task.result(), self._draw())
                 return
-            self._prefixes.forget([sample.request_id for sample in execution.attempt.samples])
             error = None if task.cancelled() else task.exception()
             if error is None:
                 self.ownership.aborted(execution)
@@ -291,6 +296,10 @@ class FullyAsyncRollout:
             self.ownership.fail(error)
         finally:
             self._go_on()
+
+    def _forget(self, attempt: Attempt) -> None:
+        """Settled, one way or the other: what is saved of its samples is of no more use."""
+        self._prefixes.forget([sample.request_id for sample in attempt.samples])
 
     def _draw(self) -> int:
         return int(self._entropy.hex(4), 16)

@@ -3,7 +3,7 @@
 Owns: the calls of the source port, and what is retained because such a call failed.
 Does not know: buffers, leases, holds, versions.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A1) `acquire(k)` adopts exactly k attempts or none. What does not fit goes back whole; if that fails nothing more is
    acquired until a retry succeeds.
 2. (A9) Slots come back only after the source accepted the settlement.

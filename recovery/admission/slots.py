@@ -3,7 +3,7 @@
 Owns: which reservation holds a slot.
 Does not know: what a group is doing meanwhile.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A8) At most P groups hold a slot, whatever phase they are in; so executing and completed ones together never
    exceed P.
 2. (A9) A slot comes back exactly once.

@@ -3,7 +3,7 @@
 Owns: the limit, the policies (`on_stale` and what it escalates to), and the reason that goes with every verdict.
 Does not know: groups, queues, how a verdict is carried out (ownership.py).
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A51) With limit N a lag of N passes and N + 1 does not; without a limit everything passes but what has no lag by
    A54.
 2. (A52) A negative limit or headroom is refused where it is given, here too.

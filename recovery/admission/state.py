@@ -3,7 +3,7 @@
 Owns: the states `rollout` and `group-N` (docs/format.md, section 10), and taking them up again.
 Does not know: when a snapshot is taken, the store, prefixes (the ledger has them).
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. One step: everything is of one moment, at which admission and lease issue were closed (A15).
 2. Every group before the cursor is in the replay set, or acknowledged with its rollout; a finished one has its samples
    too (M34) if they are JSON, and is generated again if they are not.

@@ -3,7 +3,7 @@
 Owns: publications, their cohort of (role, rank), and the state that a status query answers.
 Does not know: transports, how data reaches a rank, the optimizer.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A34) A commit needs an acknowledgement of this very publication from every member of the cohort, once, and of nobody
    else; anything else is refused before the lease is touched.
 2. The `*_FAILED` state is set before the lease is settled and replaced when that succeeded: a crash in between fails

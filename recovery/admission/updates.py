@@ -3,7 +3,7 @@
 Owns: the order of fence, hold, frontier, work, publication and release; the hold that a failed update leaves.
 Does not know: how weights are pushed, what an evaluation does, how a snapshot is written.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A27) An update excludes evaluations and cuts, and each of them an update.
 2. (A59, A64) The version grows after the push and after the hook, and only if both succeeded.
 3. (A26, A63, M30) A failed update leaves its hold active and the engines torn; the next update goes on under that hold.

@@ -3,7 +3,7 @@
 Owns: the current version, the tree of lineages, and whether the engines are known to serve it.
 Does not know: how weights are pushed, who waits meanwhile.
 
-Invariants (numbers are those of the admission contract):
+Invariants (numbers are those of docs/admission.md):
 1. (A59, A61) The number grows by one with a successful update and by nothing else; a lower one raises, an equal one
    is no change.
 2. (A63) After a failed update the engines are torn: nobody is admitted until the old version was pushed again or the

@@ -1,0 +1,121 @@
+"""vllm_hooks.rollout_engine on the real engine: a rollout whose process goes away in mid-decode, twice, and goes on.
+
+The reference is always the bare engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from recovery.admission import FullyAsyncRollout
+from recovery.admission.leases import Lease
+from recovery.admission.limits import Exhausted
+from recovery.admission.replay import ReplaySource
+from recovery.admission.rows import IterableRows
+from recovery.admission.samples import Sample
+from recovery.admission.state import check_fits
+from recovery.config import RolloutConfig
+from recovery.model import PolicyVersion
+from recovery.protocol import Verdict
+from tests.conftest import OnLoop
+from tests.engine_runs import ask as ask_bare
+from tests.engine_runs import block, greedy, open_session, prompts, take_snapshot
+from vllm_hooks.opening import SystemClock, SystemEntropy
+from vllm_hooks.rollout_engine import RolloutEngine
+
+LENGTHS = [40, 25, 180, 30, 60, 35]
+CONFIG = RolloutConfig(max_executing_groups=3, completed_prefetch_groups=3, max_policy_version_lag=4)
+
+
+def ask(sample: Sample) -> tuple[Any, Any]:
+    prompt = [*sample.row["ids"], 5 + sample.sample_index]
+    return {"prompt_token_ids": prompt}, greedy(sample.row["max_tokens"])
+
+
+def rows() -> list[dict[str, Any]]:
+    ids = [[int(i) for i in p["prompt_token_ids"]] if isinstance(p, dict) else list(p) for p in prompts(len(LENGTHS))]
+    return [{"id": f"p{i}", "ids": ids[i], "max_tokens": n} for i, n in enumerate(LENGTHS)]
+
+
+class Life:
+    """One process: session, rollout, and the trainer at its checkpoint `rollout`."""
+
+    def __init__(self, engine: Any, store: Path, *, rollout: int, version: int) -> None:
+        self.session = open_session(engine, block(store), compatible=partial(check_fits, rollout=rollout))
+        self.engine = RolloutEngine(engine, self.session, ask)
+        self.rollout = FullyAsyncRollout(
+            ReplaySource(IterableRows(rows()), samples_per_prompt=2),
+            [self.engine],
+            CONFIG,
+            batch_groups=1,
+            clock=SystemClock(),
+            entropy=SystemEntropy(),
+            prefixes=self.engine,
+            on_version=self.engine.serve,
+        )
+        assert self.session.restored is not None
+        self.rollout.restore(
+            self.session.restored.states, rollout=rollout, version=version, lineage=f"e{self.session.stored.epoch}"
+        )
+        self.session.participants.add(self.rollout.participant)
+        self.session.start()
+        self.rollout.start()
+
+    async def crash(self) -> None:
+        """Nothing more is published; the engine is free for the next life."""
+        self.rollout._started = False
+        await self.session.stop(last_snapshot=False)
+        tasks = [task for task, _ in self.rollout._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def push(target: PolicyVersion) -> None:
+    """The weights stay what they are: what is tested is who is stamped with what."""
+
+
+def test_a_rollout_that_loses_its_process_twice_trains_every_sample_once(
+    engine: Any, on_loop: OnLoop[Any], tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        wanted = {}
+        for row in rows():
+            for i in range(2):
+                prompt, params = ask(Sample(row_id="", group_index=0, sample_index=i, request_id="", row=row))
+                wanted[row["id"], i] = (await ask_bare(engine, prompt, params, f"bare {row['id']} {i}")).token_ids
+        trained: list[Sample] = []
+        at, version, reused = 0, 0, 0
+        for number in range(3):
+            life = Life(engine, tmp_path / "store", rollout=at, version=version)
+            while not isinstance(got := await life.rollout.next_batch(timeout_s=200), Exhausted):
+                assert isinstance(got, Lease), got
+                life.rollout.commit(got)
+                trained += got.groups[0]
+                if got.rollout == 1:
+                    version = (await life.rollout.updates.update(push)).number
+                    assert life.session.version == PolicyVersion("a", 1)
+                attempt = await take_snapshot(life.session)
+                assert attempt.verdict is Verdict.PUBLISHED, attempt
+                assert await life.rollout.wait_covered(got.rollout, timeout_s=100)
+                at = got.rollout  # the trainer's checkpoint
+                life.rollout.checkpoint_saved(at)
+                if number < 2 and got.rollout % 2 == 0:
+                    break
+            reused += int(life.rollout.metrics()["rollout/fully_async/tokens_reused"])
+            await life.crash()
+        assert Counter((s.row_id, s.sample_index) for s in trained) == Counter(dict.fromkeys(wanted, 1))
+        for sample in trained:
+            assert sample.token_ids == wanted[sample.row_id, sample.sample_index], sample.request_id
+            assert len(sample.logprobs) == len(sample.token_ids) == sample.version_spans[-1][1]
+            assert all(lineage == "a" for _, _, lineage, _ in sample.version_spans)
+        assert reused > 0, "something was resumed in mid-decode"
+        assert any(number == 1 for s in trained for *_, number in s.version_spans)
+        left = {entry.identity.rollout for entry in life.session.stored.entries()}
+        assert len(left) < len(wanted), "trained calls leave the ledger"
+
+    on_loop(scenario())
