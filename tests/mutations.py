@@ -67,7 +67,7 @@ MUTATIONS = [
     ),
     ("state.py", "covered:\n        raise", "covered + 9:\n        raise", "rollout_snapshots"),
     ("state.py", "record.version = found[0]", "pass", "rollout_snapshots"),
-    ("state.py", "            versions.fork(lineage, version)", "            pass", "rollout_snapshots"),
+    ("state.py", "        versions.fork(lineage, version)", "        pass", "rollout_snapshots"),
     ("participant.py", "        own.gate.freeze(hold)\n", "", "rollout_snapshots"),
     ("participant.py", "rollout > self.covered", "False", "rollout_snapshots"),
     ("preparation.py", "min(open_leases) - 1 if open_leases else", "", "rollout_snapshots"),

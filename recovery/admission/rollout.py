@@ -128,8 +128,7 @@ class FullyAsyncRollout:
             states: the participants' states of the restored snapshot.
             rollout: the trainer's checkpoint is the one after that batch; 0 if it begins anew.
             version: the number of the policy version in that checkpoint.
-            lineage: a name that was never used (with the store's epoch in it, say), for the versions from here on if
-                the trainer has gone back behind the newest one.
+            lineage: a name that was never used (with the store's epoch in it, say), for the versions from here on.
 
         Raises FingerprintMismatch or Damaged, with nothing changed.
         """

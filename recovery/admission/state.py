@@ -9,7 +9,9 @@ Invariants (numbers are those of docs/admission.md):
    too (M34) if they are JSON, and is generated again if they are not.
 3. A trainer at rollout R may take it up if the rollouts up to R are settled in it, and none above R is forgotten.
 4. What is taken up is checked whole before anything is replaced.
-5. A finished group comes back with the version of its admission, and only for the very draw that it was made in.
+5. (V9) Every process-life is a lineage of its own: versions that an earlier one published after its last snapshot are
+   known to nobody but the tokens that were sampled under them, and these must not pass for new ones of the same number.
+6. A finished group comes back with the version of its admission, and only for the very draw that it was made in.
 """
 
 from __future__ import annotations
@@ -65,13 +67,15 @@ class RolloutState:
     def restore(self, states: Mapping[str, bytes], *, rollout: int, version: int, lineage: str) -> None:
         """Take up a snapshot's states, for a trainer at its checkpoint after `rollout`, at version number `version`.
 
-        `lineage` names the trainer's branch from here on, if it has gone back behind the newest version: a name that
-        was never used, e.g. with the store's epoch in it. Raises FingerprintMismatch or Damaged, nothing changed.
+        `lineage` names the trainer's branch from here on: a name that was never used, e.g. with the store's epoch in
+        it. Raises FingerprintMismatch or Damaged, nothing changed.
         """
         check_fits(states, rollout)
         if NAME not in states:
+            fresh = PolicyVersions(PolicyVersion(self._own.versions.current.lineage, version))
+            fresh.fork(lineage, version)
             self._own.leases.newest = rollout
-            self._own.versions.take_over(PolicyVersions(PolicyVersion(self._own.versions.current.lineage, version)))
+            self._own.versions.take_over(fresh)
             return
         state = _parsed(states, NAME)
         try:
@@ -80,10 +84,9 @@ class RolloutState:
         except (KeyError, TypeError, ValueError) as error:
             raise Damaged(f"the state {NAME!r} is malformed: {error!r}") from error
         groups = dict(_finished(_parsed(states, name), group) for name, group in finished)
-        if version < versions.current.number:
-            versions.fork(lineage, version)
-        elif version > versions.current.number:
+        if version > versions.current.number:
             versions.publish(PolicyVersion(versions.current.lineage, version))
+        versions.fork(lineage, version)
         self._source.restore(state["source"], rollout)
         self._finished = groups
         self._own.versions.take_over(versions)
