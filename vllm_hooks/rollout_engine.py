@@ -40,7 +40,8 @@ class RolloutEngine:
         self._session = session
         self._ask = ask
         self._left: dict[str, LiveCall] = {}
-        self._prefixes = {call.entry.identity.rollout: call for call in session.waiting_calls()}
+        waiting = session.admission.restored if session.capturing else ()
+        self._prefixes = {call.entry.identity.rollout: call for call in waiting}
         self._call_ids: dict[str, CallId] = {
             entry.identity.rollout: entry.call_id for entry in session.stored.entries()
         }
@@ -82,4 +83,5 @@ class RolloutEngine:
             self._left.pop(request_id, None)
             call_id = self._call_ids.pop(request_id, None)
             if call_id is not None:
-                self._session.forget(call_id)
+                self._session.admission.forget(call_id)
+                self._session.stored.forget(call_id)

@@ -28,7 +28,7 @@ from recovery.ledger import EndedAt
 from recovery.model import CallId, PolicyVersion, Request
 from recovery.participants import Participants
 from recovery.protocol import Verdict
-from recovery.restore import Restored, RestoredCall, anything
+from recovery.restore import Restored, anything
 from recovery.resume import StopRules
 from recovery.staging import Staged, Stager
 from vllm_hooks.admission import Admission
@@ -161,7 +161,7 @@ class RecoverySession:
         return cls(config, opened, keeps_results=keeps_results)
 
     def _wire(self, opened: Opened) -> None:
-        self._admission = Admission(self.table, opened.publication.ledger, opened.restored.calls, self.stored.read)
+        self.admission = Admission(self.table, opened.publication.ledger, opened.restored.calls, self.stored.read)
         self.counters.tokens_reused = opened.restored.tokens_reused
         self.counters.tokens_regenerated = opened.restored.tokens_thrown_away
         self.counters.calls_restored = len(opened.restored.calls)
@@ -247,7 +247,7 @@ class RecoverySession:
 
         await self.barriers.pass_gate(check)
         self.stored.admitted()
-        return await self._admission.admit(request, stop)
+        return await self.admission.admit(request, stop)
 
     def captured(self, call: LiveCall, token_ids: Any, logprobs: list[float] | None) -> None:
         """Take one engine output into the call's buffer."""
@@ -305,16 +305,6 @@ class RecoverySession:
         """Everything captured and not yet handed over, swapped out in one synchronous step."""
         self._polling.read_all()
         return self.table.freeze()
-
-    def waiting_calls(self) -> list[RestoredCall]:
-        """Open calls that the restore brought back and nobody has asked for yet."""
-        return list(self._admission.restored) if self.capturing else []
-
-    def forget(self, call_id: CallId) -> None:
-        """Nobody will ask for this call again: it goes out of the ledger with a next snapshot."""
-        if self.capturing:
-            self._admission.forget(call_id)
-            self.stored.forget(call_id)
 
     async def durable(self, rollout: str) -> LiveCall:
         """The ended call of that request id, once its terminal record is in the store. Once per call.
