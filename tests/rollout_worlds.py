@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 
 from recovery.admission.attempts import Attempt
-from recovery.admission.holds import AdmissionClosed, HoldKind
+from recovery.admission.holds import AdmissionClosed, HoldKind, Lifecycle
 from recovery.admission.leases import Lease
 from recovery.admission.limits import CannotClose, Exhausted, Waiting
 from recovery.admission.metrics import KEYS
-from recovery.admission.preparation import prepare
+from recovery.admission.preparation import NotPrepared, prepare
 from recovery.admission.replay import ReplaySource
-from recovery.admission.rollout import FullyAsyncRollout
+from recovery.admission.rollout import FullyAsyncRollout, TerminalPending
 from recovery.admission.rows import IterableRows
 from recovery.admission.samples import Sample
 from recovery.admission.settlement import Why
@@ -33,6 +33,10 @@ from recovery.errors import SnapshotAbandoned
 from recovery.model import PolicyVersion
 from tests.admission_doubles import SourceDown
 from tests.fakes import ManualClock, SeededEntropy
+
+
+class Boom(Exception):
+    """What a generate function raises that was told to: the rollout has failed."""
 
 
 class Cut(Exception):
@@ -71,6 +75,8 @@ class FakeEngine:
         for _ in range(world.lengths[sample.group_index]):
             await asyncio.sleep(world.rng.choice([0, 1, 1, 2]))
             versions.append(world.serving)
+        if world.dies:
+            raise Boom
         if world.rng.random() < world.abort_rate:
             raise asyncio.CancelledError
         made = Sample(
@@ -109,6 +115,7 @@ class World:
     serving: PolicyVersion = PolicyVersion("a", 0)  # noqa: RUF009
 
     def __post_init__(self) -> None:
+        self.dies = self.finished = False
         self.lengths = self.durable.lengths
         self.groups = len(self.lengths)
         self.trained = list(self.durable.trained)
@@ -134,6 +141,13 @@ class World:
 
     # ---- the trainer -------------------------------------------------------------------------------------------
 
+    async def until_the_end(self, work: Any) -> None:
+        """An actor's work, which the end of the rollout may end at any of its waits."""
+        try:
+            await work()
+        except (AdmissionClosed, Boom):
+            assert self.rollout.ownership.failure is not None or not self.rollout.ownership.gate.open
+
     async def train(self) -> None:
         """Batches until there are none: commit, train, push weights, and a checkpoint now and then."""
         while True:
@@ -142,6 +156,7 @@ class World:
             except SourceDown:
                 continue
             if isinstance(got, Exhausted):
+                self.finished = True
                 return
             if isinstance(got, Waiting):
                 for hold in self.rollout.ownership.gate.active:
@@ -236,8 +251,14 @@ class World:
         try:
             await asyncio.sleep(self.rng.choice([0, 1]))
             hold = self.rollout.updates.cut_hold
+            if self.closing:
+                return False
             self.rollout.ownership.gate.freeze(hold)
-            prepare(self.rollout.ownership, hold, checkpoint=False)
+            try:
+                prepare(self.rollout.ownership, hold, checkpoint=False)
+            except NotPrepared:
+                assert self.rollout.ownership.failure is not None or self.closing
+                return False
             states = self.rollout.state.states()
             await asyncio.sleep(self.rng.choice([0, 1]))
             if self.rng.random() < 0.2:
@@ -271,6 +292,7 @@ class World:
             if self.rng.random() < 0.5:
                 with_hold = self.rollout.acquire(HoldKind.DRAIN, "evaluation", "impatient")
                 waiter = asyncio.ensure_future(self.rollout.wait_terminal(with_hold, timeout_s=2.0))
+                waiter.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen by nobody else
                 await asyncio.sleep(self.rng.choice([0, 1]))
                 waiter.cancel()
                 await asyncio.gather(waiter, return_exceptions=True)
@@ -283,16 +305,31 @@ class World:
 
     # ---- one life ----------------------------------------------------------------------------------------------
 
-    async def live(self, killed_after_s: float | None) -> bool:
-        """Whether the trainer got everything before the kill."""
+    @property
+    def closing(self) -> bool:
+        return self.rollout.ownership.gate.lifecycle is not Lifecycle.OPEN
+
+    async def live(self, ends_after_s: float | None, how: str = "kill") -> bool:
+        """Whether the trainer got everything before the end: a kill, a close in mid-work, or a failing worker."""
         self.rollout.start()
-        trainer = asyncio.ensure_future(self.train())
-        others = [asyncio.ensure_future(work()) for work in (self.snapshots, self.evaluations, self.impatient)]
+        work = (self.train, self.snapshots, self.evaluations, self.impatient)
+        trainer, *others = (asyncio.ensure_future(self.until_the_end(one)) for one in work)
         try:
-            done, _ = await asyncio.wait({trainer, *others}, timeout=killed_after_s, return_when="FIRST_COMPLETED")
-            for one in done:
-                one.result()
-            return trainer in done
+            done, _ = await asyncio.wait({trainer}, timeout=ends_after_s)
+            if not done and how != "kill":
+                self.dies = how == "die"
+                while how == "close" and not trainer.done():
+                    try:
+                        await self.rollout.close(timeout_s=self.rng.choice([1.0, 50.0]))
+                        break
+                    except (SourceDown, CannotClose, TerminalPending):
+                        await asyncio.sleep(1)
+                await asyncio.wait({trainer})
+                await self.close()
+            for one in (trainer, *others):
+                if one.done():
+                    one.result()
+            return self.finished
         finally:
             self.rollout._started = False  # a killed process begins nothing any more
             self.source.rate = 0.0
@@ -308,13 +345,14 @@ class World:
                 await self.rollout.close(timeout_s=50.0)
                 break
             except (SourceDown, CannotClose):
-                continue
+                for lease in self.rollout.ownership.leases.open:
+                    self.settle(self.rollout.roll_back, lease)
         own = self.rollout.ownership
         assert len(own.attempts) == 0 and own.slots.used == 0 and not own.leases.open
         try:
             await self.rollout.next_batch()
             raise AssertionError("closed means closed")
-        except AdmissionClosed:
+        except (AdmissionClosed, Boom):
             pass
 
     def check_trained(self) -> None:
@@ -344,8 +382,8 @@ async def schedule(seed: object) -> None:
             faults["abort_rate"] = 0.0
             config = msgspec.structs.replace(config, async_buffer_max_groups=None)
         world = World(rng=rng, durable=durable, config=config, batch=batch, life=life, **faults)
-        killed_after_s = rng.choice([2.0, 9.0, 25.0]) if life < rng.choice([0, 1, 2, 3]) else None
-        if await world.live(killed_after_s):
+        ends_after_s = rng.choice([2.0, 9.0, 25.0]) if life < rng.choice([0, 1, 2, 3]) else None
+        if await world.live(ends_after_s, rng.choice(["kill", "kill", "close", "die"])):
             await world.close()
             world.check_trained()
             return
