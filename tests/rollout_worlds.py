@@ -145,7 +145,7 @@ class World:
         """An actor's work, which the end of the rollout may end at any of its waits."""
         try:
             await work()
-        except (AdmissionClosed, Boom):
+        except (AdmissionClosed, Boom, SourceDown):  # the last one: where nobody waited for the source
             assert self.rollout.ownership.failure is not None or not self.rollout.ownership.gate.open
 
     async def train(self) -> None:
@@ -352,7 +352,7 @@ class World:
         try:
             await self.rollout.next_batch()
             raise AssertionError("closed means closed")
-        except (AdmissionClosed, Boom):
+        except (AdmissionClosed, Boom, SourceDown):
             pass
 
     def check_trained(self) -> None:
