@@ -20,7 +20,7 @@ SOURCES := recovery storage_backends vllm_hooks tools tests requirements
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-setup: $(VENV)/ready  ## make the environment in .venv (about 2 minutes, 4 GB)
+setup: $(VENV)/ready  ## make the environment in .venv (a few minutes, 4 GB)
 
 demo: $(VENV)/ready  ## kill and continue a job of a real model; compare it token for token (ARGS=... passed on)
 	$(BIN)/prefix-recovery demo $(ARGS)

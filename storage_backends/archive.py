@@ -1,7 +1,7 @@
 """Portable files: the objects of one minimal store in one zip file (docs/format.md, section 14).
 
 Owns: the two stores over such a file, one to read it and one to write it, and every check of the file's own shape.
-Does not know: which objects there are, what is in them, how a file gets its name (atomic_file.py).
+Does not know: which objects there are, what is in them, how a file gets its name.
 
 Invariants:
 1. Only what `ArchiveWriter` writes is read: all of a file but the data of its entries is looked at when it is opened,

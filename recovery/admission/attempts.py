@@ -35,8 +35,6 @@ class Phase(Enum):
     ROLLED_BACK = "rolled_back"
 
 
-_OWNED = (Phase.RESERVED, Phase.TERMINAL, Phase.PUBLISHED, Phase.LEASED, Phase.DISCARDED)
-
 TRANSITIONS: dict[Phase, tuple[Phase, ...]] = {
     Phase.RESERVED: (Phase.EXECUTING, Phase.ROLLED_BACK, Phase.RETAINED),
     Phase.EXECUTING: (Phase.TERMINAL,),
