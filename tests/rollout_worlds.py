@@ -154,6 +154,8 @@ class World:
             try:
                 got = await self.rollout.next_batch(timeout_s=self.rng.choice([None, 3.0]))
             except SourceDown:
+                if self.rollout.ownership.failure is not None:
+                    raise  # it failed where nobody waited: every later call says so
                 continue
             if isinstance(got, Exhausted):
                 self.finished = True
