@@ -2,6 +2,9 @@
 
 Owns: the values that go from who stores a segment to the ledger.
 Does not know: how they come about (staging.py), what they do to a call (ledger.py).
+
+Invariants:
+1. No token is in them: whoever stores a segment hands on where a record lies, its length, version and digest.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ examples:
   eval "$(prefix-recovery completion bash)"              complete verbs and options (also zsh, fish)
 
 exit codes of run: 0 every prompt has its result, 1 stopped (run it again), 2 usage or config, 3 some prompts have no
-result, 10 and 14 no such store or snapshot, 11 another run owns the store or output, 12 credentials refused, 13 written by a
-newer version, 15 the store belongs to another job, 20 no room or no answer; 129, 130 and 143 after a signal, with a
-snapshot taken.
+result, 10 and 14 no such store or snapshot, 11 another run owns the store or output, 12 credentials refused, 13 written
+by a newer version, 15 the store belongs to another job, 20 no room or no answer; 129, 130 and 143 after a signal, with
+a snapshot taken.
 """
 
 

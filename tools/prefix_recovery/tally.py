@@ -4,6 +4,10 @@ Owns: a memory-mapped file of int64, shape (3, samples): row 0 the tokens that t
 started, row 1 the tokens that the engine delivered for it in this run, row 2 whether the store had its whole answer.
 The kernel keeps the pages when the process is killed.
 Does not know: why anybody counts. `run --tally FILE` writes it; the demo and the tests read it.
+
+Invariants:
+1. What was counted before a SIGKILL is in the file after it. A loss of power may lose it: it is no
+   record, but a measurement.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import numpy.typing as npt
 
 
 class Tally:
-    """Written by one run. Not durable against power loss: it is a measurement, not a record."""
+    """Written by one run."""
 
     def __init__(self, path: Path, n_samples: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ import argparse
 import os
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -77,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     sub = top.add_subparsers(dest="verb", metavar="VERB", required=True)
+    codes = textwrap.fill(_CODES, 100)
 
     def add(name: str, verb: Verb, *examples: str, file: str = "") -> argparse.ArgumentParser:
         _, example, purpose = next(item for item in EXAMPLES if item[0] == name)
@@ -84,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=purpose,
             description=purpose[0].upper() + purpose[1:],
-            epilog="\n".join(["examples:", *(f"  {text}" for text in (example, *examples)), "", _CODES]),
+            epilog="\n".join(["examples:", *(f"  {text}" for text in (example, *examples)), "", codes]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
