@@ -516,7 +516,7 @@ def check_failed(change: Callable[[Ledger], None]) -> CallId:
     return name("c0")
 
 
-def test_b7_a_rejected_record_changes_nothing() -> None:
+def test_a_rejected_record_changes_nothing() -> None:
     check_failed(lambda ledger: ledger.apply(ChunkAt(name("c0"), 0, chunk_ref(RecordRef(segment(1).key, 9), 3, 5))))
     check_failed(lambda ledger: ledger.apply(ChunkAt(name("c0"), 3, chunk_ref(RecordRef(segment(1).key, 9), 8, 5))))
     check_failed(lambda ledger: ledger.apply(EndedAt(name("c0"), 0, 7, "stop", None)))
