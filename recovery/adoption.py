@@ -6,7 +6,8 @@ Does not know: how the snapshot was chosen, what becomes of the calls.
 Invariants:
 1. Only segments of the chosen snapshot's own epoch are adopted. Every epoch publishes before it dispatches anything, so
    that what a later epoch flushed extends a later snapshot, and never this one.
-2. Nothing is adopted that the snapshot accounts for, or that a garbage collection was about to delete.
+2. Nothing is adopted that the snapshot accounts for, that a garbage collection was about to delete, or that compaction
+   wrote: that holds nothing new.
 3. A record extends the ledger under the ledger's own rules or not at all; what is not used is counted with its reason.
 """
 
@@ -46,7 +47,7 @@ def adopt(
     adoption = Adoption()
     for key in _flushed(store, epoch):
         at = segment_position(key)
-        if at is None or at.epoch != epoch or at.flush <= flushed.get(at.writer, 0):
+        if at is None or at.is_compacted or at.epoch != epoch or at.flush <= flushed.get(at.writer, 0):
             continue
         if key in collected or ledger.knows_segment(key):
             continue

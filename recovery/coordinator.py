@@ -11,6 +11,8 @@ Invariants:
    and still leaves hold and fence released.
 4. What the fleet handed over is applied to the ledger once, by this attempt or a later one.
 5. What the ledger took back because it does not read back is asked for again, whatever becomes of the attempt.
+6. What compaction has moved becomes part of the ledger between two attempts, and is published with it or not at all. An
+   attempt never waits for compaction.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from recovery.calls import Stored, StoredUpTo
+from recovery.compactor import Compactor
 from recovery.errors import Fenced, RecoveryError, SnapshotAbandoned
 from recovery.ledger import EndedAt
 from recovery.log import Slot
@@ -152,8 +155,10 @@ class Coordinator:
         timeout_s: float,
         fingerprint: str,
         run: Callable[[Callable[[], object], float], object] = in_this_thread,
+        compactor: Compactor | None = None,
     ) -> None:
         self._publication = publication
+        self._compactor = compactor
         self._fleet = fleet
         self._clock = clock
         self._timeout_s = timeout_s
@@ -196,16 +201,21 @@ class Coordinator:
             raise unexpected
         if attempt.verdict is Verdict.PUBLISHED:
             self._collect(attempt, deadline)
+        if attempt.verdict is Verdict.FENCED and self._compactor is not None:
+            self._compactor.close()
         return attempt
 
     def _collect(self, attempt: Attempt, deadline: float) -> None:
-        """Hint and garbage: after everybody was released. A failure leaves garbage for later, not damage."""
+        """After everybody was released: hint, garbage, and what to compact. A failure leaves garbage, not damage."""
         began = self._clock.monotonic()
         enough = began + DELETING_SHARE * self._left(deadline)
         try:
             attempt.collected = self._bounded(
                 lambda: self._publication.collect(lambda: self._clock.monotonic() < enough), self._left(deadline)
             )
+            if self._compactor is not None and self._left(deadline) > 0:
+                compactor = self._compactor
+                self._bounded(lambda: compactor.plan(self._publication.ledger), self._left(deadline))
         except Fenced as error:
             attempt.verdict, attempt.error, attempt.step = Verdict.FENCED, error, "collect garbage"
         except RecoveryError as error:
@@ -270,9 +280,28 @@ class Coordinator:
             self._publication.flushed[item.writer] = item.flush
             self._unvalidated.append(item)
 
+    def _put_in_place(self) -> None:
+        """Put what compaction has moved into the ledger; what no longer fits its call stays where it was."""
+        moved = self._compactor.take() if self._compactor is not None else None
+        if moved is None or self._compactor is None:
+            return
+        ledger, unused = self._publication.ledger, 0
+        with self._publication.lock:
+            for info in moved.segments:
+                ledger.describe(info)
+            for move in moved.moves:
+                part = move.part
+                unused += bool(part.chunks and ledger.move(part.call_id, part.chunks, move.chunks))
+                if part.opened is not None and move.opened is not None:
+                    unused += bool(ledger.move_request(part.call_id, part.opened, move.opened))
+        self._compactor.counters.unused += unused
+        keys = (*(info.key for info in moved.segments), *moved.abandoned)
+        self._publication.retention.drop(key for key in keys if not ledger.knows_segment(key))
+
     def _record(self) -> None:
         self._publication.log.settle()
         self._extend()
+        self._put_in_place()
         self._draft = self._publication.record(self._states)
 
     def _validate(self, deadline: float) -> None:

@@ -32,6 +32,9 @@ _OTHERS = (
 )
 _PIN = re.compile(r"pin/(?P<snapshot>[0-9]{12,})-[0-9a-f]{16}\.json")
 
+COMPACTED = "compacted"
+"""The worker's name in the keys of segments that compaction wrote: their records are those of others, written again."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class SegmentPosition:
@@ -40,6 +43,10 @@ class SegmentPosition:
     epoch: int
     writer: str
     flush: int
+
+    @property
+    def is_compacted(self) -> bool:
+        return self.writer.rpartition(".")[0] == COMPACTED
 
 
 def segment_stem(epoch: int, writer: str, flush: int, nonce: str) -> str:

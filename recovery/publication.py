@@ -245,9 +245,11 @@ class Publication:
         """
         self.log.leave_hint()
         work = self.retention.published()
-        n_deleted = self._delete(work.delete, go_on)
+        n_deleted, error = self._delete(work.delete, go_on)
         if _is_worth_a_slot(work.intend):
             self._intend(work.intend)
+        if error is not None:
+            raise error
         return n_deleted
 
     def _intend(self, keys: Iterable[str]) -> None:
@@ -269,7 +271,8 @@ class Publication:
             self.retention.intended(named)
             self.retention.drop([victims.key])
 
-    def _delete(self, keys: tuple[str, ...], go_on: Callable[[], bool]) -> int:
+    def _delete(self, keys: tuple[str, ...], go_on: Callable[[], bool]) -> tuple[int, RecoveryError | None]:
+        """Delete these. The first that cannot be deleted ends it, and comes last the next time."""
         n = 0
         try:
             for key in keys:
@@ -277,9 +280,11 @@ class Publication:
                     break
                 self._store.delete(key)
                 n += 1
-        finally:
-            self.retention.postpone(keys[n:])
-        return n
+        except RecoveryError as error:
+            self.retention.postpone((*keys[n + 1 :], keys[n]))
+            return n, error
+        self.retention.postpone(keys[n:])
+        return n, None
 
 
 def _is_worth_a_slot(keys: Collection[str]) -> bool:

@@ -157,11 +157,12 @@ def choose(
     ledgers: LedgerCodec,
     tail: int,
     choice: Choice,
-    must: Mapping[str, Any],
+    must: Mapping[str, Any] | None,
     compatible: Callable[[Mapping[str, bytes]], None] = anything,
 ) -> Chosen:
     """The newest snapshot at or below `tail` that is compatible and verifies; see invariants 2 and 3.
 
+    `must`: what the job's fingerprint is of; None takes any job's.
     `compatible` raises CannotRestore, or Damaged, for participants' states with which this process cannot go on.
     """
     chosen = Chosen(None, {})
@@ -220,12 +221,13 @@ def _verify(
     segments: SegmentCodec,
     ledgers: LedgerCodec,
     slot: Slot,
-    must: Mapping[str, Any],
+    must: Mapping[str, Any] | None,
     collected: set[str],
 ) -> tuple[Loaded, dict[CallId, Transcript]]:
     snapshot = Snapshot.from_slot(slot)
     loaded = load(store, ledgers, snapshot)
-    check_fingerprint(loaded, must)
+    if must is not None:
+        check_fingerprint(loaded, must)
     ledger = loaded.ledger
     reached = garbage.reached_from(snapshot, loaded.objects, ledger)
     if going := sorted(collected & reached):
@@ -248,14 +250,15 @@ def restore(
     *,
     choice: Choice,
     keep_latest_k: int,
-    stop: StopRules,
+    stop: StopRules | None,
     states: Callable[[Restored], Mapping[str, bytes]],
     fingerprint_hex: str,
     exactness: str,
 ) -> Restored:
     """Steps 3 to 5 on the publication's ledger, which already is the chosen snapshot's.
 
-    `states` gives the participants' states to publish with the adoption. Raises Fenced and the store's errors.
+    `states` gives the participants' states to publish with the adoption. Without `stop` nobody is about to carry the
+    calls on, and none is planned. Raises Fenced and the store's errors.
     """
     ledger, loaded = publication.ledger, chosen.loaded
     adoption = Adoption()
@@ -277,14 +280,14 @@ def restore(
         calls=[],
         states=loaded.states if loaded else {},
     )
-    open_entries = [entry for entry in ledger if entry.state == OPEN]
-    if adoption.segments:
-        transcripts = read_transcripts(store, segments, ledger, open_entries, columns=False)
-    else:
-        transcripts = chosen.transcripts
     snapshot_id = publication.log.tail + 1
-    for entry in open_entries:
-        restored.calls.append(_plan(ledger, entry, transcripts[entry.call_id], stop, snapshot_id, exactness))
+    if stop is not None:
+        open_entries = [entry for entry in ledger if entry.state == OPEN]
+        transcripts = chosen.transcripts
+        if adoption.segments:
+            transcripts = read_transcripts(store, segments, ledger, open_entries, columns=False)
+        for entry in open_entries:
+            restored.calls.append(_plan(ledger, entry, transcripts[entry.call_id], stop, snapshot_id, exactness))
     restored.published = _publish(publication, states(restored), snapshot_id, fingerprint_hex, restored.snapshot)
     restored.uncollected = _collect(store, publication, ledgers, chosen, keep_latest_k)
     return restored

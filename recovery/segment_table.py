@@ -59,6 +59,10 @@ class SegmentTable:
         """Those in use."""
         return len(self._references)
 
+    def references(self) -> list[tuple[str, int]]:
+        """Each segment in use, and how many of its records are."""
+        return [(self.names.keys[number], times) for number, times in self._references.items()]
+
     def nbytes_in_use(self) -> int:
         return sum(self._infos[number].nbytes for number in self._references)
 

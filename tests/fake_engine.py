@@ -20,6 +20,8 @@ import numpy as np
 
 from recovery import codec, resume
 from recovery.calls import CallTable, LiveCall, Stored, StoredUpTo
+from recovery.compaction import Limits
+from recovery.compactor import Compactor
 from recovery.coordinator import Attempt, Coordinator
 from recovery.ledger import EndedAt, Entry, Ledger
 from recovery.model import OPEN, CallId, PolicyVersion, Request
@@ -195,6 +197,8 @@ class Life:
         must: Mapping[str, object] = MUST,
         compatible: Callable[[Mapping[str, bytes]], None] = anything,
         fleet: type[DirectFleet] = DirectFleet,
+        limits: Limits | None = None,
+        submit: Callable[[Callable[[], None]], None] = lambda work: work(),
     ) -> None:
         self.store = store
         self.prompts = prompts
@@ -245,8 +249,14 @@ class Life:
         )
         self.stager._pool = InlinePool()  # type: ignore[assignment]
         self.fleet = fleet(self.table, self.stager, states)
+        self.compactor = Compactor(store, self.segments, entropy, epoch=self.log.epoch, submit=submit, limits=limits)
         self.coordinator = Coordinator(
-            publication, self.fleet, ManualClock(), timeout_s=60, fingerprint=codec.fingerprint(must)
+            publication,
+            self.fleet,
+            ManualClock(),
+            timeout_s=60,
+            fingerprint=codec.fingerprint(must),
+            compactor=self.compactor,
         )
 
     def close(self) -> None:

@@ -306,3 +306,22 @@ def test_a_failure_anywhere_in_collecting_costs_nothing_but_garbage(error: Excep
             assert world.loaded(seq) == {f"c{j}": 0 for j in range(i + 1)}
         assert world.publication.reached() <= names(world.inner)
         assert len(names(world.inner) - world.publication.reached()) < 8
+
+
+def test_an_object_that_cannot_be_deleted_does_not_keep_the_others() -> None:
+    world = World(keep=1)
+    stuck: list[str] = []
+
+    def refuse(verb: str, key: str) -> Any:
+        if verb == "delete":
+            stuck[:] = stuck or [key]
+            return RaiseBefore(StoreUnavailable("no")) if key == stuck[0] else PASS
+        return PASS
+
+    world.fail(refuse)
+    for i in range(20):
+        world.publish(world.flush(opened(f"c{i}")), states={"job": b"%d" % i})
+        with contextlib.suppress(StoreUnavailable):
+            world.publication.collect()
+    left = names(world.inner) - world.publication.reached()
+    assert stuck[0] in left and len(left) < 12, "of some forty"

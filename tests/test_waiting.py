@@ -12,6 +12,7 @@ import pytest
 from prefix_recovery import row_writer, waiting
 from prefix_recovery.row_writer import RowWriter
 from prefix_recovery.waiting import FIRST_PAUSE_S, LONGEST_PAUSE_S, Notices
+from recovery.compactor import CompactionCounters
 from recovery.coordinator import Attempt
 from recovery.errors import CredentialsRefused, Fenced, RecoveryError, SnapshotAbandoned, StoreFull, StoreUnavailable
 from recovery.protocol import Verdict
@@ -64,6 +65,7 @@ def test_another_error_is_told_at_once_and_each_kind_for_itself() -> None:
         (full("rows", waiting=3), ["finished rows cannot be appended", "3 finished rows wait in memory"]),
         (full("snapshots", stands=7), ["no snapshot can be published", "snapshot 7 stands"]),
         (full("snapshots"), ["the one of the restore stands", "again with the next one"]),
+        (full("compaction"), ["old segments cannot be joined", "Nothing depends on it but the number of objects"]),
         (full("garbage"), ["garbage in the store cannot be deleted", "Nothing depends on it but room"]),
     ],
 )
@@ -71,22 +73,28 @@ def test_a_line_says_what_waits_what_goes_on_and_what_to_do(trouble: Trouble, wo
     line = waiting.notice(trouble, 0)
     assert all(word in line for word in words), line
     assert "cannot create /st/seg/x: no space is left" in line and line.endswith("-> free space on that disk")
-    assert trouble.kind == "garbage" or "decoding goes on" in line
+    assert trouble.kind in ("garbage", "compaction") or "decoding goes on" in line
 
 
 def test_troubles_stand_until_the_same_thing_succeeds() -> None:
-    staging, recent = StagingCounters(), RecentAttempts()
-    assert list(troubles_of(staging, recent)) == []
+    staging, recent, compaction = StagingCounters(), RecentAttempts(), CompactionCounters()
+    assert list(troubles_of(staging, recent, compaction)) == []
     staging.error, staging.failures_in_a_row, staging.backlog_records = FULL, 2, 5
     late = SnapshotAbandoned("a step did not finish")
     for error in (FULL, late):
         recent.note(Attempt("interval", Verdict.ABANDONED, error=error))
-    assert list(troubles_of(staging, recent)) == [Trouble("tokens", 2, FULL, 5), Trouble("snapshots", 2, late)]
+    assert list(troubles_of(staging, recent, compaction)) == [
+        Trouble("tokens", 2, FULL, 5),
+        Trouble("snapshots", 2, late),
+    ]
     recent.note(Attempt("interval", Verdict.PUBLISHED, snapshot=9, error=FULL, step="collect garbage"))
     staging.error = None
-    assert list(troubles_of(staging, recent)) == [Trouble("garbage", 1, FULL, stands=9)]
+    assert list(troubles_of(staging, recent, compaction)) == [Trouble("garbage", 1, FULL, stands=9)]
     recent.note(Attempt("interval", Verdict.PUBLISHED, snapshot=10))
-    assert list(troubles_of(staging, recent)) == []
+    compaction.failures_in_a_row, compaction.error = 2, FULL
+    assert list(troubles_of(staging, recent, compaction)) == [Trouble("compaction", 2, FULL, stands=10)]
+    compaction.error = None
+    assert list(troubles_of(staging, recent, compaction)) == []
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recovery.calls import CallTable, Captured, LiveCall
+from recovery.compactor import Compactor
 from recovery.config import CheckpointingConfig, effective_mode
 from recovery.coordinator import Attempt, Coordinator, InOneThread
 from recovery.errors import Fenced, InputError, ProgramError, RecoveryError
@@ -183,6 +184,7 @@ class RecoverySession:
             self._config.gym.generation_chunk_flush_tokens,
             self._on_program_error,
         )
+        self.compactor = Compactor(opened.store, opened.segments, opened.entropy, epoch=opened.publication.log.epoch)
         coordinator = Coordinator(
             opened.publication,
             self.fleet,
@@ -190,6 +192,7 @@ class RecoverySession:
             timeout_s=self._config.snapshot_timeout_s,
             fingerprint=opened.fingerprint,
             run=InOneThread(),
+            compactor=self.compactor,
         )
         self.snapshots = SnapshotLoop(
             coordinator,
@@ -225,6 +228,7 @@ class RecoverySession:
             # Nothing more is published, but what was captured is worth a segment that the next run adopts.
             await asyncio.wait({asyncio.wrap_future(self.flushing.submit(self.freeze()))}, timeout=max(1.0, wait_s))
         self._stopped = True
+        self.compactor.close()
         self.flushing.close()
         self._polling.close()
         self.barriers.gate.close()
@@ -382,7 +386,9 @@ class RecoverySession:
     @property
     def troubles(self) -> list[Trouble]:
         """What cannot be stored at the moment."""
-        return list(troubles_of(self.stager.counters, self._recent)) if self.capturing else []
+        if not self.capturing:
+            return []
+        return list(troubles_of(self.stager.counters, self._recent, self.compactor.counters))
 
     # ---- what others read --------------------------------------------------------------------------------------
 

@@ -156,16 +156,24 @@ class SessionMetrics:
 
     def _storing(self) -> Iterator[Any]:
         staging, captured = self._session.stager.counters, self._session.counters.tokens_captured
+        compaction = self._session.compactor.counters
         nbytes = _counter("stored_bytes", "Bytes put into the store.", "kind")
         nbytes.add_metric(["segments"], staging.nbytes)
         nbytes.add_metric(["snapshots"], self._bytes_written)
+        nbytes.add_metric(["compaction"], compaction.nbytes_written)
         yield nbytes
         objects = _counter("stored_objects", "Objects put into the store.", "kind")
         objects.add_metric(["segments"], staging.flushes)
         objects.add_metric(
             ["snapshots"], sum(n for (_, verdict), n in self._attempts.items() if verdict == "published")
         )
+        objects.add_metric(["compaction"], compaction.segments_written)
         yield objects
+        rounds = _counter("compaction_rounds", "Rounds of compaction by what became of them.", "outcome")
+        rounds.add_metric(["moved"], compaction.rounds)
+        rounds.add_metric(["failed"], compaction.failures)
+        yield rounds
+        yield _total("compaction_read_bytes", "Bytes of segments that compaction read.", compaction.nbytes_read)
         yield _total("collected_objects", "Objects that garbage collection deleted.", self._collected)
         flushes = _counter("flushes", "Flushes by what became of them.", "outcome")
         for outcome, n in (("stored", staging.flushes), ("failed", staging.failures), ("skipped", staging.skipped)):

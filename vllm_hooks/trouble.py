@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from recovery.compactor import CompactionCounters
 from recovery.coordinator import Attempt
 from recovery.errors import RecoveryError
 from recovery.protocol import Verdict
 from recovery.staging import StagingCounters
 
-Kind = Literal["tokens", "snapshots", "garbage", "rows"]
-"""Captured tokens, snapshots and deletions in the store; rows in an output."""
+Kind = Literal["tokens", "snapshots", "garbage", "compaction", "rows"]
+"""Captured tokens, snapshots, deletions and old segments in the store; rows in an output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,14 @@ class RecentAttempts:
         self.garbage_error = attempt.error
 
 
-def troubles_of(staging: StagingCounters, attempts: RecentAttempts) -> Iterator[Trouble]:
+def troubles_of(
+    staging: StagingCounters, attempts: RecentAttempts, compaction: CompactionCounters
+) -> Iterator[Trouble]:
     if staging.error is not None:
         yield Trouble("tokens", staging.failures_in_a_row, staging.error, staging.backlog_records)
     if attempts.error is not None:
         yield Trouble("snapshots", attempts.abandoned, attempts.error, stands=attempts.stands)
     if attempts.garbage_error is not None:
         yield Trouble("garbage", attempts.uncollected, attempts.garbage_error, stands=attempts.stands)
+    if compaction.error is not None:
+        yield Trouble("compaction", compaction.failures_in_a_row, compaction.error, stands=attempts.stands)

@@ -24,12 +24,14 @@ _FAILS: dict[Kind, str] = {
     "tokens": "captured tokens cannot be stored",
     "snapshots": "no snapshot can be published",
     "garbage": "garbage in the store cannot be deleted",
+    "compaction": "old segments cannot be joined",
     "rows": "finished rows cannot be appended",
 }
 _OVER: dict[Kind, str] = {
     "tokens": "captured tokens are stored again",
     "snapshots": "snapshots are published again",
     "garbage": "garbage is deleted again",
+    "compaction": "old segments are joined again",
     "rows": "the finished rows were appended",
 }
 
@@ -94,6 +96,8 @@ def _meanwhile(trouble: Trouble) -> str:
             return f"{keeps}; decoding goes on; tried again with the next one"
         case "garbage":
             return "Nothing depends on it but room; tried again after the next snapshot"
+        case "compaction":
+            return "Nothing depends on it but the number of objects; tried again some snapshots later"
 
 
 def _tries(n: int) -> str:
