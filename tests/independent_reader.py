@@ -424,8 +424,10 @@ def read_store(root, snapshot=None):
     check_version(mark, "format.json", "prefix-recovery")
     slots = read_slots(root)
     ids = [slot["seq"] for slot in slots if slot["kind"] == "snapshot"]
-    need(ids if snapshot is None else snapshot in ids, "log/", f"holds the snapshots {ids}, not {snapshot}")
-    read = read_snapshot(root, slots[(snapshot or ids[-1]) - 1])
+    forgotten = {seq for slot in slots if slot["kind"] == "forget" for seq in slot["body"]["snapshots"]}
+    left = [seq for seq in ids if seq not in forgotten]
+    need(left if snapshot is None else snapshot in left, "log/", f"holds the snapshots {left}, not {snapshot}")
+    read = read_snapshot(root, slots[(snapshot or left[-1]) - 1])
     return {"format": mark, "tail": len(slots), "slots": slots, "snapshots": ids, "snapshot": read}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,14 @@ from recovery.protocol import Verdict
 from recovery.reading import Transcript, read_transcripts
 from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.codecs import MixedSegmentCodec
+from storage_backends.local import LocalStore
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import PASS, CountingStore, FaultyStore, RaiseAfter, RaiseBefore
 from storage_backends.testing.kills import WAYS, Killed, KillingStore
 from tests.fake_engine import Life, Prompt, content_of, reference_answers
 from tests.fakes import SeededEntropy
-from tests.lives import damage_flip
+from tests.independent_reader import check_everything, read_store
+from tests.lives import damage_flip, ids
 from tests.plain_codecs import PlainLedgers, PlainSegments
 
 PROMPTS = (
@@ -161,6 +164,25 @@ def test_versions_logprobs_and_wide_columns_are_what_they_were() -> None:
     assert found.columns.keys() == expected.columns.keys() == {"top"}
     runs = [(run.start, run.values.tobytes()) for run in found.columns["top"]]
     assert runs == [(run.start, run.values.tobytes()) for run in expected.columns["top"]]
+
+
+def test_a_reader_that_knows_nothing_of_compaction_reads_the_same_calls(tmp_path: Path) -> None:
+    """tests/independent_reader.py, written from docs/format.md: digests, contiguity, counts, attempts."""
+    store = LocalStore(str(tmp_path))
+    one = life(store, keep=3, segments=MixedSegmentCodec("arrow"), ledgers=ArrowLedgerCodec())
+    one.dispatch()
+    step(one, 6)
+    again = life(store, 2, keep=3, segments=MixedSegmentCodec("arrow"), ledgers=ArrowLedgerCodec())
+    again.dispatch()
+    step(again, 6)
+    assert one.compactor.counters.rounds and again.compactor.counters.rounds
+    read, _ = check_everything(tmp_path)
+    assert set(read) >= set(ids(again)[-3:])
+    found = {call["rollout"]: call for call in read_store(tmp_path)["snapshot"]["calls"]}
+    for call_id, transcript in transcripts(again).items():
+        call = found[again.by_id[call_id].rollout]
+        assert call["token_ids"].tobytes() == transcript.token_ids.tobytes()
+        assert call["logprobs"].tobytes() == transcript.logprobs.tobytes()
 
 
 # ---- races ---------------------------------------------------------------------------------------------------------
