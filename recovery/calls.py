@@ -239,8 +239,9 @@ class CallTable:
             if (call := self._calls.get(call_id)) is not None and call.ended is not None:
                 call.settled = True
 
-    def forget_settled(self) -> None:
-        """Drop the ended calls that nobody reads and that never have to be handed over again."""
+    def published(self, ended: Iterable[CallId]) -> None:
+        """The ends of these calls are published; those that nobody reads any more are dropped."""
+        self.settle(ended)
         for call in [call for call in self._calls.values() if call.settled and not call.in_use]:
             self.forget(call.call_id)
 

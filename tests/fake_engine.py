@@ -320,8 +320,7 @@ class Life:
         self.attempts.append(attempt)
         if attempt.snapshot is not None:
             self.published[attempt.snapshot] = known
-            self.table.settle(attempt.ended)
-            self.table.forget_settled()
+            self.table.published(attempt.ended)
         return attempt
 
     def work_to_end(self, flush_every: int = 4) -> None:

@@ -295,7 +295,7 @@ def test_an_ended_call_is_kept_until_its_end_is_published() -> None:
     call.end("stop", None)
     table.freeze()
     call.in_use = False
-    table.forget_settled()
+    table.published([])
     assert table.get(name("r")) is call, "its end was not published yet"
     table.rewind({name("r"): StoredUpTo(0, 0)})
     assert [type(item) for item in table.freeze()] == [Run, Ended]
@@ -303,8 +303,8 @@ def test_an_ended_call_is_kept_until_its_end_is_published() -> None:
     table.rewind({name("r"): StoredUpTo(0, 0)})
     assert table.freeze() == []
     call.in_use = True
-    table.forget_settled()
+    table.published([])
     assert table.get(name("r")) is call, "somebody reads it"
     call.in_use = False
-    table.forget_settled()
+    table.published([])
     assert table.get(name("r")) is None

@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from recovery.config import CheckpointingConfig, effective_mode
 from recovery.coordinator import Attempt, Coordinator, InOneThread
 from recovery.errors import Fenced, InputError, ProgramError, RecoveryError
 from recovery.ledger import EndedAt
-from recovery.model import CallId, PolicyVersion, Request
+from recovery.model import PolicyVersion, Request
 from recovery.participants import Participants
 from recovery.protocol import Verdict
 from recovery.restore import Restored, anything
@@ -336,7 +336,7 @@ class RecoverySession:
             counters.snapshots += 1
             self._n_published = self._n_cut
             counters.last_snapshot = attempt.snapshot
-            self._call_on_loop(self._settle, attempt.ended)
+            self._call_on_loop(self.table.published, attempt.ended)
         else:
             counters.snapshots_abandoned += 1
         self._recent.note(attempt)
@@ -344,11 +344,6 @@ class RecoverySession:
             self.on_attempt(attempt)
         if attempt.verdict is Verdict.FENCED and isinstance(attempt.error, Fenced):
             self.fail(attempt.error)
-
-    def _settle(self, ended: Iterable[CallId]) -> None:
-        """On the loop: the ends of these calls are published."""
-        self.table.settle(ended)
-        self.table.forget_settled()
 
     def _on_program_error(self, error: BaseException) -> None:
         self.fail(ProgramError(f"storing what was captured failed: {error!r}", hint="this is a bug; please report it"))
