@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from recovery.ledger import Entry
 from recovery.model import Chunk, PolicyVersion
 from recovery.ports import ObjectStore
 from recovery.slots import Read, find_tail, walk_back
@@ -60,6 +61,11 @@ def newest(store: ObjectStore, seq: int | None = None) -> Loaded:
     raise AssertionError("there is no such snapshot")
 
 
+def by_name(loaded: Loaded) -> list[Entry]:
+    """The calls of a snapshot in the order of `content`."""
+    return sorted(loaded.ledger, key=lambda entry: (entry.identity.rollout, entry.identity.turn))
+
+
 def content(store: ObjectStore, seq: int | None = None) -> dict[str, Any]:
     """A snapshot without its places: calls by name with their chunks' digests and bits, states, fingerprint."""
     loaded, codec = newest(store, seq), MixedSegmentCodec()
@@ -68,7 +74,7 @@ def content(store: ObjectStore, seq: int | None = None) -> dict[str, Any]:
         info = loaded.ledger.segment(key)
         records[key] = codec.decode(store.get(key), info)
     calls = []
-    for entry in sorted(loaded.ledger, key=lambda entry: (entry.identity.rollout, entry.identity.turn)):
+    for entry in by_name(loaded):
         chunks = []
         for ref in entry.chunks:
             record = records[ref.at.segment][ref.at.index]

@@ -34,7 +34,7 @@ from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import PASS, CountingStore, FaultyStore, RaiseBefore, ReadOnlyStore
 from storage_backends.testing.kills import WAYS, Killed, KillingStore
 from tests import inspect_stores as stores
-from tests.carried_stores import INTERRUPTED_RECORDING, content, newest, rich
+from tests.carried_stores import INTERRUPTED_RECORDING, by_name, content, newest, rich
 from tests.fakes import ManualClock, SeededEntropy
 from tests.inspect_stores import keys, made
 from tests.test_export import large
@@ -82,7 +82,7 @@ class Whole:
                     intact[key, index] = after.get(key, b"")[part] == self.objects[key][part]
                     index += 1
         calls = []
-        for entry, (identity, more, state, chunks) in zip(self.loaded.ledger, self.content["calls"], strict=True):
+        for entry, (identity, more, state, chunks) in zip(by_name(self.loaded), self.content["calls"], strict=True):
             opened = entry.identity.opened
             if not intact[opened.segment, opened.index]:
                 continue

@@ -108,7 +108,7 @@ def carry(source: ObjectStore, loaded: Loaded, to: Carrier, progress: Progress, 
     ledger = Ledger()
     for staged in group.staged:
         ledger.describe(staged.info)
-    for entry in loaded.ledger:
+    for entry in sorted(loaded.ledger, key=lambda entry: entry.call_id):
         ledger.take_over(entry, group.identity(entry), group.chunks(entry))
     publication = Publication(to.store, to.segments, to.ledgers, to.entropy, to.log, ledger, keep_latest_k=1)
     publication.flushed = {item.writer: item.flush for item in group.staged}

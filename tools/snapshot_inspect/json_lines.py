@@ -4,7 +4,7 @@ Owns: which calls are read together, and how lines get into a file.
 Does not know: what is in a line (call_documents.py), which snapshot is wanted.
 
 Invariants:
-1. Calls come in the order in which they were opened; every token of a line was read through every check.
+1. Calls come in the order of `calls`, as in every table; every token of a line was read through every check.
 2. In memory are the tokens of one pass (TOKENS_PER_PASS, or one call if that has more) and what live_records.py holds.
    A segment whose calls belong to several passes is read in each of them.
 """
@@ -21,6 +21,7 @@ from recovery.ports import ObjectStore, SegmentCodec
 from recovery.reading import Transcript, assemble
 from recovery.snapshots import Loaded
 from snapshot_inspect import call_documents
+from snapshot_inspect.calls import in_order as calls_in_order
 from snapshot_inspect.documents import Document
 from snapshot_inspect.lineages import uses_of
 from snapshot_inspect.live_records import in_order, live_records
@@ -49,7 +50,7 @@ def lines(
 def _passes(ledger: Ledger) -> Iterator[list[Entry]]:
     part: list[Entry] = []
     n_tokens = 0
-    for entry in ledger:
+    for entry in calls_in_order(ledger):
         if part and (n_tokens + entry.n_tokens > TOKENS_PER_PASS or len(part) == CALLS_PER_PASS):
             yield part
             part, n_tokens = [], 0
