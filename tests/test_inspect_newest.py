@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 
 from recovery.adoption import Adoption, adopt
-from recovery.errors import Damaged, RecoveryError
+from recovery.errors import Damaged, NothingPublished, RecoveryError
+from recovery.forgetting import forget
 from recovery.ports import ObjectStore
 from recovery.restore import Chosen, choose
 from recovery.slots import SlotLog, find_tail
 from snapshot_inspect import cli
 from snapshot_inspect.newest import Newest, newest
 from snapshot_inspect.places import ledger_codec, segment_codec
+from snapshot_inspect.survey import choose as choose_latest
 from snapshot_inspect.survey import position
 from storage_backends.local import LocalStore
 from storage_backends.memory import MemoryStore
@@ -200,6 +202,29 @@ def test_a_folder_in_the_place_of_the_newest_slot_is_told_by_every_verb(
                 SlotLog(LocalStore(root), ManualClock(), SeededEntropy(), "a claim").claim()
             slot.rmdir()
             slot.touch()
+
+
+# ---- what was forgotten ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gone", [[5], [4], [4, 5], [2, 3, 4, 5]])
+@pytest.mark.parametrize("make", [stores.several, stores.crashed])
+def test_what_was_forgotten_is_not_the_latest(make: Callable[[ObjectStore], Any], gone: list[int]) -> None:
+    """Neither for a restore nor for any verb, and nothing is adopted on top of what was before it."""
+    store = MemoryStore()
+    job = make(store)
+    if job is not None:
+        job.close()
+    forget(store, ManualClock(), SeededEntropy(), "somebody", gone)
+    compare(store, f"{gone} were forgotten")
+    left = [seq for seq in (2, 3, 4, 5) if seq not in gone]
+    at = position(store)
+    if not left:
+        with pytest.raises(NothingPublished, match=r"every snapshot of this store was forgotten"):
+            choose_latest(store, at, "latest")
+        return
+    assert choose_latest(store, at, "latest").snapshot.id == newest(store, at).snapshot.id == left[-1]
+    assert choose_latest(store, at, str(gone[0])).snapshot.id == gone[0], "by its number it can still be looked at"
 
 
 # ---- more than one fault -------------------------------------------------------------------------------------------

@@ -21,20 +21,20 @@ from recovery.adoption import adopt
 from recovery.errors import CannotRestore, CredentialsRefused, Damaged, FormatNotUnderstood, RecoveryError
 from recovery.layout import SEGMENTS, segment_position
 from recovery.ledger import Counts, Ledger
-from recovery.log import Slot
+from recovery.log import Slot, forgotten_by
 from recovery.model import OPEN
 from recovery.ports import LedgerCodec, Listed, ObjectStore, Put, SegmentCodec
 from recovery.reading import missing_segments, read_transcripts
 from recovery.snapshots import Loaded, Snapshot, load
 from snapshot_inspect.statements import contradicted, unsupported
-from snapshot_inspect.survey import Position, Unreadable, nothing_published, walk
+from snapshot_inspect.survey import Position, Unreadable, all_forgotten, nothing_published, walk
 
 Codecs = tuple[SegmentCodec, LedgerCodec]
 
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A slot that is newer and cannot be used. `what`: `snapshot N`, `gc slot N`, or `log slot N` if it is unknown."""
+    """A slot that is newer and cannot be used. `what`: `snapshot N`, `gc slot N`, …; `log slot N` if it is unknown."""
 
     seq: int
     what: str
@@ -81,6 +81,7 @@ def newest(store: ObjectStore, at: Position, codecs: Codecs | None = None) -> Ne
     newer: list[Slot] = []
     passed_over = [] if at.gap is None else [PassedOver(at.gap.seq, f"log slot {at.gap.seq}", at.gap.error)]
     collected: set[str] = set()
+    forgotten: set[int] = set()
     adopts, vouched = True, False
     for found in walk(store, at.tail):
         if isinstance(found, Unreadable):
@@ -90,10 +91,14 @@ def newest(store: ObjectStore, at: Position, codecs: Codecs | None = None) -> Ne
             passed_over.append(PassedOver(found.seq, f"log slot {found.seq}", found.error))
             continue
         slot = found.slot
-        what = f"gc slot {slot.seq}" if slot.kind == "gc" else f"snapshot {slot.seq}"
+        what = f"snapshot {slot.seq}" if slot.kind == "snapshot" else f"{slot.kind} slot {slot.seq}"
         try:
             if slot.kind == "gc" and codecs is not None:
                 collected |= garbage.intended(store, slot)
+            elif slot.kind == "forget":
+                forgotten |= forgotten_by(slot)
+            elif slot.seq in forgotten:
+                adopts = False
             elif slot.kind == "snapshot":
                 snapshot = Snapshot.from_slot(slot)
                 if codecs is None:
@@ -106,19 +111,19 @@ def newest(store: ObjectStore, at: Position, codecs: Codecs | None = None) -> Ne
         except CredentialsRefused:
             raise  # says nothing about the snapshot, and stops a restore too
         except (Damaged, CannotRestore) as error:
-            adopts = adopts and slot.kind != "gc"
+            adopts = adopts and slot.kind not in ("gc", "forget")
             passed_over.append(PassedOver(slot.seq, what, error))
         newer.append(slot)
         vouched = True
-    raise _none(store, passed_over)
+    raise _none(store, passed_over, forgotten)
 
 
-def _none(store: ObjectStore, passed_over: list[PassedOver]) -> RecoveryError:
+def _none(store: ObjectStore, passed_over: list[PassedOver], forgotten: Collection[int]) -> RecoveryError:
     refused = [item.error for item in passed_over if isinstance(item.error, CannotRestore)]
     if refused:
         return refused[0]
     if not passed_over:
-        return nothing_published(store)
+        return all_forgotten(forgotten) if forgotten else nothing_published(store)
     reasons = "; ".join(f"{item.what}: {item.error.message}" for item in passed_over)
     return Damaged(
         f"no snapshot of this store can be restored: {reasons}",

@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from recovery import log
@@ -208,15 +208,15 @@ def choose(store: ObjectStore, at: Position, text: str) -> Choice:
         raise ConfigError(f"{text!r} is no snapshot", hint="a snapshot is named by its number, or by `latest`")
     if text != "latest" and (exact := _numbered(store, at.tail, int(text))) is not None:
         return Choice(exact)
+    if text == "latest":
+        return _latest(store, at)
     ids: list[Snapshot] = []
     skipped = [] if at.gap is None else [at.gap]
     for found in snapshots(store, at.tail):
         if isinstance(found, Unreadable):
             skipped.append(found)
-            continue
-        if text == "latest":
-            return Choice(found, tuple(skipped))
-        ids.append(found)
+        else:
+            ids.append(found)
     if not ids:
         raise skipped[0].error if skipped else nothing_published(store)
     begins = [snapshot for snapshot in ids if str(snapshot.id).startswith(text)]
@@ -227,6 +227,27 @@ def choose(store: ObjectStore, at: Position, text: str) -> Choice:
         names = ", ".join(str(snapshot.id) for snapshot in begins[::-1][:8])
         raise ConfigError(f"{text} could be any of {len(begins)} snapshots: {names}", hint=hint)
     raise ConfigError(f"there is no snapshot {text}", hint=hint)
+
+
+def _latest(store: ObjectStore, at: Position) -> Choice:
+    """The newest snapshot that can be read and was not forgotten."""
+    skipped = [] if at.gap is None else [at.gap]
+    forgotten: set[int] = set()
+    for found in walk(store, at.tail):
+        if isinstance(found, Unreadable):
+            skipped.append(found)
+            continue
+        slot = found.slot
+        try:
+            if slot.kind == "forget":
+                forgotten |= log.forgotten_by(slot)
+            elif slot.kind == "snapshot" and slot.seq not in forgotten:
+                return Choice(Snapshot.from_slot(slot), tuple(skipped))
+        except Damaged as error:
+            skipped.append(Unreadable(slot.seq, error))
+    if skipped:
+        raise skipped[0].error
+    raise all_forgotten(forgotten) if forgotten else nothing_published(store)
 
 
 def _numbered(store: ObjectStore, tail: int, seq: int) -> Snapshot | None:
@@ -240,6 +261,13 @@ def _numbered(store: ObjectStore, tail: int, seq: int) -> Snapshot | None:
         elif found.slot.seq == seq:
             return Snapshot.from_slot(found.slot) if found.slot.kind == "snapshot" else None
     return None
+
+
+def all_forgotten(forgotten: Collection[int]) -> NothingPublished:
+    """What to say of a log in which every snapshot was forgotten."""
+    return NothingPublished(
+        f"every snapshot of this store was forgotten ({len(forgotten)})", hint="list them: snapshot-inspect list STORE"
+    )
 
 
 def nothing_published(store: ObjectStore) -> NothingPublished:
