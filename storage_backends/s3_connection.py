@@ -108,6 +108,7 @@ class Client:
         self._io = _io()
         self._lock = threading.Lock()
         self._fs: Any = None
+        self._replaced: Any = None
         self.generation = 0
         self.counters = S3Counters()
         _clients.add(self)
@@ -145,7 +146,7 @@ class Client:
             if self._fs is not None and (self._fs.key is not None or self._fs.anon):
                 return False
             if self.generation == generation:
-                self._fs = None
+                self._fs, self._replaced = None, self._fs
                 self.generation += 1
                 self.counters.renewals += 1
             return True
@@ -171,7 +172,7 @@ class Client:
 
     def who(self) -> str:
         """Whose credentials these are and where they were found; nothing secret."""
-        fs = self._fs
+        fs = self._fs or self._replaced  # another thread may be renewing it
         if fs is None:
             return "no credentials"
         if fs.key is not None:

@@ -95,7 +95,7 @@ def _refused(failure: Failure, request: Request, said: str, who: str) -> Credent
         hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or run where a role is given"
         return CredentialsRefused(f"{request}: {failure.answer}", hint=hint)
     if failure.kind is Kind.EXPIRED:
-        hint = "renew the credentials where they come from, then run the same command again"
+        hint = "renew the credentials where they come from: a running job goes on by itself, else run it again"
         return CredentialsRefused(f"{said}, for {who}: they are out of date or unknown", hint=hint)
     if request.operation in ("GetObject", "HeadObject") and failure.code in ("AccessDenied", "403"):
         hint = f"allow {action}, and s3:ListBucket on the bucket: without it S3 does not tell the two apart"

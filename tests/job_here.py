@@ -1,6 +1,6 @@
 """A job's loop on an engine of this process, as job.py runs it, without its signals and its lock.
 
-Owns: how a Dispatch over a started session is made for a config.
+Owns: how a Dispatch over a started session is made for a config, and the rows that the bare engine gives.
 Does not know: what is expected of it.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import read_prompts
 from prefix_recovery.results import Results
 from recovery.config import load_config
-from tests.engine_runs import until
-from vllm_hooks import open_session
+from tests.engine_runs import ask, until
+from vllm_hooks import open_session, surface
 
 
 @contextlib.asynccontextmanager
@@ -50,3 +50,24 @@ async def run_here(engine: Any, config_path: Path, stop_at: tuple[int, int] | No
             stop.set()
         await work
         return dispatch.outcome, session.counters
+
+
+async def reference_rows(engine: Any, lines: Sequence[Mapping[str, Any]], samples: int = 1) -> list[dict[str, Any]]:
+    """The rows of a job as the engine gives them uncaptured; `samples` of each line."""
+    answers = [await _reference_row(engine, line) for line in lines]
+    return [{**answer, "sample_index": index} for answer in answers for index in range(samples)]
+
+
+async def _reference_row(engine: Any, line: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {"temperature": 0, "ignore_eos": True, "logprobs": 0, **line.get("sampling", {})}
+    prompt = line.get("prompt_token_ids") or line["prompt"]
+    answer = await ask(engine, prompt, surface.sampling_params(fields), f"reference-{line['id']}")
+    return {
+        "id": line["id"],
+        "prompt_token_ids": answer.prompt_token_ids,
+        "token_ids": answer.token_ids,
+        "logprobs": answer.sampled,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }

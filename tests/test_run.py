@@ -25,11 +25,10 @@ from prefix_recovery.tiny import make_tiny_llama
 from recovery.slots import find_tail, walk_back
 from storage_backends import open_store
 from tests.conftest import OnLoop
-from tests.engine_runs import ask, read_back
+from tests.engine_runs import read_back
 from tests.job_files import assert_whole, lines, noted_children, rows_of, write_job, write_lines
-from tests.job_here import run_here
+from tests.job_here import reference_rows, run_here
 from tests.job_processes import JobProcess, run, running, wait_until
-from vllm_hooks import surface
 
 DOCS = Path(__file__).parent.parent / "docs"
 BOUND = 128
@@ -41,27 +40,7 @@ Reference = Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]]
 @pytest.fixture
 def reference(engine: Any, on_loop: OnLoop[Any]) -> Reference:
     """The rows of a job as the bare engine would give them; `samples` of each line."""
-
-    async def one(line: Mapping[str, Any]) -> dict[str, Any]:
-        fields = {"temperature": 0, "ignore_eos": True, "logprobs": 0, **line.get("sampling", {})}
-        prompt = line.get("prompt_token_ids") or line["prompt"]
-        answer = await ask(engine, prompt, surface.sampling_params(fields), f"reference-{line['id']}")
-        return {
-            "id": line["id"],
-            "sample_index": 0,
-            "prompt_token_ids": answer.prompt_token_ids,
-            "token_ids": answer.token_ids,
-            "logprobs": answer.sampled,
-            "text": answer.text,
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
-        }
-
-    async def all_of(rows: Sequence[Mapping[str, Any]], samples: int) -> list[dict[str, Any]]:
-        answers = [await one(row) for row in rows]
-        return [{**answer, "sample_index": index} for answer in answers for index in range(samples)]
-
-    return lambda rows, samples=1: on_loop(all_of(rows, samples))  # type: ignore[misc]
+    return lambda rows, samples=1: on_loop(reference_rows(engine, rows, samples))  # type: ignore[misc]
 
 
 def causes(store: Path) -> list[str]:

@@ -203,9 +203,12 @@ def skewed(ahead_s: float) -> Answer:
 
 
 class FaultProxy:
-    """Listens on loopback, passes on to the server at `upstream`. `plan` may be changed at any time."""
+    """Listens on loopback, passes on to the server at `upstream`. `plan` may be changed at any time.
 
-    def __init__(self, upstream: str, plan: Plan = pass_on) -> None:
+    `port`: 0 for any, or that of a proxy that was closed, which is then back.
+    """
+
+    def __init__(self, upstream: str, plan: Plan = pass_on, port: int = 0) -> None:
         parts = urlsplit(upstream)
         self.upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
         self.plan = plan
@@ -217,7 +220,7 @@ class FaultProxy:
         class Exchange(_Exchange):
             owner = proxy
 
-        self._server = _Listener(("127.0.0.1", 0), Exchange)
+        self._server = _Listener(("127.0.0.1", port), Exchange)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="s3-proxy", daemon=True)
         self._thread.start()
 
@@ -236,6 +239,7 @@ class FaultProxy:
         self.close()
 
     def close(self) -> None:
+        """Gone: connections are refused from here on, and those that are open end with their next request."""
         self.closing.set()
         self._server.shutdown()
         self._server.server_close()
@@ -283,6 +287,9 @@ class _Exchange(BaseHTTPRequestHandler):
     def _exchange(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
         body = self.rfile.read(int(headers.get("content-length", 0)))
+        if self.owner.closing.is_set():
+            self._reset()
+            return
         match self.owner.step(self.command, self.path, headers):
             case PassOn(without, delay_s):
                 self.owner.closing.wait(delay_s)
