@@ -17,9 +17,9 @@ from tests.fake_engine import Life
 from tests.plain_codecs import PlainLedgers
 
 
-def worked(store: Any, n_snapshots: int = 2, number: int = 1, keep: int = 2) -> Life:
+def worked(store: Any, n_snapshots: int = 2, number: int = 1, keep: int = 2, **fields: Any) -> Life:
     """A life that took so many snapshots, and then flushed something more."""
-    life = Life(store, number, keep_latest_k=keep)
+    life = Life(store, number, keep_latest_k=keep, **fields)
     life.dispatch()
     for _ in range(n_snapshots):
         life.decode(2)

@@ -39,6 +39,8 @@ class Schedule:
         self.chance = random.Random(seed)
         self.keep = 1 + seed % 2
         self.inner = MemoryStore()
+        self.seen: ObjectStore = self.inner
+        """The store as the processes see it; what is checked is looked up in `inner`."""
         self.lives: list[Life] = []
         self.actors: list[Actor] = []
         self.stalled: dict[Actor, int] = {}
@@ -55,7 +57,7 @@ class Schedule:
         self.n_started += 1
         number = self.n_started
         seed = self.chance.random()
-        self.actors.append(Actor(f"life {number}", self.inner, self.process(number, seed)))
+        self.actors.append(Actor(f"life {number}", self.seen, self.process(number, seed)))
 
     def process(self, number: int, seed: float) -> Callable[[ObjectStore], None]:
         chance = random.Random(seed)
