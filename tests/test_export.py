@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ import pytest
 from recovery.errors import StoreUnavailable
 from recovery.model import PolicyVersion
 from recovery.ports import ObjectStore
-from snapshot_inspect import carrying, cli, live_records
+from snapshot_inspect import carrying, cli, live_records, progress
 from storage_backends.archive import ArchiveStore
 from storage_backends.codecs import CodecName
 from storage_backends.memory import MemoryStore, named
@@ -35,7 +36,7 @@ from tests.carried_stores import content, rich
 from tests.independent_reader import check_everything, read_store
 from tests.inspect_stores import made
 from tests.test_independent_reader import EXPECTED, NEWEST, STORE, check, independent
-from tests.test_inspect_cli import environment, program
+from tests.test_inspect_cli import environment, on_terminal, program
 from tests.test_inspect_screens import VALIDATORS, Ran, opened_as, run_once
 
 Export = Callable[..., tuple[Path, dict[str, Any]]]
@@ -225,6 +226,19 @@ def test_large_segments_are_read_by_batches_and_only_those_that_are_needed(
 
 
 # ---- what cannot be exported ---------------------------------------------------------------------------------------
+
+
+def test_a_bar_on_a_terminal_and_lines_in_a_log(tmp_path: Path) -> None:
+    stores.on_disk(tmp_path / "s", stores.objects_of(made(stores.several)))
+    code, out = on_terminal("export", str(tmp_path / "s"), str(tmp_path / "x.zip"))
+    assert code == 0 and "export: reading segments" in out
+    now = [0.0]
+    stream = io.StringIO()
+    lines = progress.Lines(stream, lambda: now[0], verb="export", things="calls")
+    lines.begin(3, 3000)
+    now[0] = 20.0
+    lines.advance(1000)
+    assert stream.getvalue() == "export: 1 of 3 calls, 1.0 kB of 3.0 kB, 50 B/s, 40 s left\n"
 
 
 def run_export(capsys: pytest.CaptureFixture[str], store: str, *words: str) -> Ran:

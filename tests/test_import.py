@@ -287,7 +287,7 @@ def import_into(monkeypatch: pytest.MonkeyPatch, store: ObjectStore, file: Path)
 def test_killed_at_every_call_there_is_nothing_to_restore_and_the_same_command_finishes_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before it, after it, and with its answer lost: either the snapshot is there whole, or there is none."""
+    """After it, and with its answer lost: either the snapshot is there whole, or there is none."""
     original = made(stores.carried_on)
     file = exported(original, tmp_path / "a.zip")
     whole = content(original)
@@ -295,7 +295,7 @@ def test_killed_at_every_call_there_is_nothing_to_restore_and_the_same_command_f
     assert import_into(monkeypatch, counting, file) == 0
     outcomes = set()
     for at in range(1, counting.n_calls + 1):
-        for how in WAYS:
+        for how in WAYS[1:]:  # before a call is after the one before it
             store = MemoryStore()
             outcomes.add(_broken_off(monkeypatch, KillingStore(store, at, how), file))
             position = survey.position(store)

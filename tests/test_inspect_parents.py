@@ -150,7 +150,7 @@ def test_a_prefix_of_a_bucket_has_a_row_for_each_store(
     server: Server = request.getfixturevalue(kind)
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     parent = S3Store(BUCKET, fresh_prefix())
-    names = list(MANY) if kind == "moto" else ["a", "b 2", "newer"]
+    names = ["b 10", "corrupt", "import", "no-mark"] if kind == "moto" else ["a", "b 2", "newer"]
     for name in names:
         inner = parent.under(f"{parent.prefix}/{name}")
         for key, data in stores.objects_of(MANY[name]()).items():
@@ -160,7 +160,7 @@ def test_a_prefix_of_a_bucket_has_a_row_for_each_store(
     ran = run("list", parent.url, "--json")
     assert ran.code == 3, ran
     check(rows_of(ran), names)
-    assert run("latest", ran.documents[names.index("b 2")]["store"]).code == 0
+    assert run("latest", ran.documents[0]["store"]).code == (0 if kind == "moto" else 14)
     ran = run("latest", parent.url)
     assert ran.code == 10 and f"is no store, but a folder with {len(names)} of them ({names[0]}, " in ran.err
     assert f"list them: snapshot-inspect list {parent.url}" in ran.err
