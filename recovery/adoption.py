@@ -20,7 +20,8 @@ from recovery.errors import CredentialsRefused, Damaged, FormatNotUnderstood, Re
 from recovery.layout import SEGMENTS, segment_position
 from recovery.ledger import ChunkAt, Ledger
 from recovery.model import Record, SegmentInfo
-from recovery.ports import ObjectStore, SegmentCodec
+from recovery.ports import Listed, ObjectStore, SegmentCodec
+from recovery.snapshots import MAX_OBJECT_BYTES
 from recovery.staging import coordinates_of
 
 
@@ -45,13 +46,16 @@ def adopt(
 ) -> Adoption:
     """Extend `ledger`, that of a snapshot of `epoch`, by every adoptable segment, in flush order per writer."""
     adoption = Adoption()
-    for key in _flushed(store, epoch):
+    for item in _flushed(store, epoch):
+        key = item.key
         at = segment_position(key)
         if at is None or at.is_compacted or at.epoch != epoch or at.flush <= flushed.get(at.writer, 0):
             continue
         if key in collected or ledger.knows_segment(key):
             continue
         try:
+            if item.nbytes > MAX_OBJECT_BYTES:  # before it is read: nothing but its own word says how large it may be
+                raise Damaged(f"segment {key} has {item.nbytes} bytes; at most {MAX_OBJECT_BYTES} are allowed")
             data = store.get(key)
             info = codec.describe(key, data)
             records = codec.decode(data, info)
@@ -62,9 +66,9 @@ def adopt(
     return adoption
 
 
-def _flushed(store: ObjectStore, epoch: int) -> list[str]:
+def _flushed(store: ObjectStore, epoch: int) -> list[Listed]:
     try:
-        return [item.key for item in store.list(f"{SEGMENTS}e{epoch:06d}/")]
+        return store.list(f"{SEGMENTS}e{epoch:06d}/")
     except CredentialsRefused as error:
         by_id = "a restore of one snapshot by its id needs no list, and adopts nothing (restore: ID)"
         raise CredentialsRefused(error.message, hint=f"{error.hint}; {by_id}") from error

@@ -222,6 +222,10 @@ def read_yaml(text: str, source: str) -> tuple[Any, Origins]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
+        if _size(node, {}) > MAX_FILE_BYTES:  # which no file has without aliases of aliases
+            raise ConfigError(
+                f"{source}: its aliases stand for more than {MAX_FILE_BYTES} values", hint="write them out"
+            )
         origins = dict(_lines(node, source, "", set()))
         return loader.construct_document(node), origins
     except yaml.reader.ReaderError as error:
@@ -278,6 +282,18 @@ def _dialect() -> tuple[type[yaml.SafeLoader], type[yaml.SafeDumper]]:
     for either in (Loader, Dumper):
         either.add_implicit_resolver(tag + "float", fraction, list("-+.0123456789"))
     return Loader, Dumper
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many nodes there are when every alias is written out; one that refers to itself counts once."""
+    size = known.get(id(node))
+    if size is None:
+        known[id(node)] = size = 1
+        children = () if isinstance(node.value, str) else node.value
+        for child in children:
+            size += sum(_size(part, known) for part in (child if isinstance(child, tuple) else (child,)))
+        known[id(node)] = size
+    return size
 
 
 def _lines(node: yaml.Node, source: str, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:

@@ -30,7 +30,7 @@ from storage_backends.zip_shape import CENTRAL, ELSEWHERE, END, END_64, EXTRA_64
 
 _Listing = list[Listed]
 DIRECTORY_BYTES_MAX, PIECE_BYTES = 64 << 20, 1 << 20
-_MADE_BY = "a portable file is made by: snapshot-inspect export STORE FILE"
+_MADE_BY = "copy it anew, or export it anew from the store that it is of (snapshot-inspect export --help)"
 
 
 class _Objects:

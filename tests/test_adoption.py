@@ -9,6 +9,7 @@ import pytest
 from recovery.errors import (
     DigestMismatch,
 )
+from recovery.ports import Listed
 from recovery.protocol import Verdict
 from recovery.slots import read_slot
 from storage_backends.memory import MemoryStore
@@ -120,6 +121,29 @@ def test_strict_takes_a_sound_newest_snapshot_and_refuses_a_damaged_flush() -> N
     third = Life(store, 4)
     assert [item.what for item in third.restored.passed_over] == [f"segment {store.list('seg/e000002/')[-1].key}"]
     assert third.run_to_end() == reference_answers()
+
+
+def test_a_flush_that_says_it_is_larger_than_any_segment_is_not_read() -> None:
+    """No ledger says how large it is; reading it would end the process."""
+
+    class Grown(MemoryStore):
+        grown = ""
+
+        def list(self, prefix: str, after: str = "") -> list[Listed]:
+            found = super().list(prefix, after)
+            return [Listed(item.key, 60 << 30) if item.key == self.grown else item for item in found]
+
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            assert key != self.grown or end is not None
+            return super().get(key, start, end)
+
+    store = Grown()
+    life = worked(store)
+    (grown,) = (item.key for item in store.list("seg/") if item.key not in objects_of(store, ids(life)[-1]))
+    store.grown = grown
+    again = Life(store, 2)
+    assert [item.what for item in again.restored.passed_over] == [f"segment {grown}"]
+    assert again.run_to_end() == reference_answers()
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

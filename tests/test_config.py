@@ -247,6 +247,8 @@ FILES = [
     ("a.yaml", b"model: !!python/name:os.system x\n", "{}: is not YAML at line 1, column 8: could not determine", ""),
     ("a.yaml", b"model: !!int x\n", "{}: is not usable YAML: invalid literal for int", ""),
     ("a.yaml", b"a: " + b"[" * 5000, "{}: is not usable YAML: maximum recursion", ""),
+    ("a.yaml", b"\n".join([b"a0: &a0 [x]", *(b"a%d: &a%d [" % (n, n) + b", ".join([b"*a%d" % (n - 1)] * 9) + b"]"
+     for n in range(1, 9))]), "{}: its aliases stand for more than 1048576 values", "write them out"),
     ("a.yaml", b"model: m\nmodel: n\n", "{}: model: given twice, on line 1 and on line 2", ""),
     ("a.yaml", b"rollout:\n  x: [{y: 1,\n  'y': 2}]\n", "{}: rollout.x.y: given twice, on line 2 and on line 3", ""),
     ("a.yaml", b"#" * (1024 * 1024 + 1), "{}: is larger than 1048576 bytes", "prompts file"),

@@ -309,6 +309,7 @@ def test_every_situation_has_its_exit_code(
         (["-"], "is not written to stdout"),
         (["a", "b", "c"], "at most an ID before"),
         (["nonsense", "x.zip"], "'nonsense' is no snapshot"),
+        (["9" * 5000, "x.zip"], "there is no snapshot 999"),
         (["x.zip", "--tokenizer", "d"], "--tokenizer is for --jsonl"),
         (["--jsonl", "x", "--codec", "zarr"], "--codec is for portable files"),
         (["5", "6", "--jsonl", "x"], "at most an ID before"),

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from recovery.errors import ConfigError, Fenced, NothingPublished
+from recovery.errors import ConfigError, Fenced, NothingPublished, StoreFull
 from recovery.ports import ObjectStore
 from recovery.slots import SlotLog
 from recovery.snapshots import make_root
@@ -549,3 +549,32 @@ def test_a_portable_file_is_no_store_to_write_to(file: Path, run: Run) -> None:
         open_store(str(file), create=True)
     assert run("import", file, file).code == 2
     assert os.path.getsize(file) > 1000
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_with_a_file_is_said_of_the_file(file: Path, run: Run, tmp_path: Path) -> None:
+    """The store that is to be made is not there, and nothing can be looked up in it."""
+    data, new = file.read_bytes(), tmp_path / "new"
+    objects = objects_in(file)
+    segment = next(key for key in objects if key.startswith("seg/"))
+    less = archive(tmp_path / "less.zip", {key: value for key, value in objects.items() if key != segment})
+    for broken in (data[:-9], data[:300] + bytes([data[300] ^ 1]) + data[301:], less.read_bytes()):
+        file.write_bytes(broken)
+        ran = run("import", file, new)
+        assert ran.code == 1 and str(new) not in ran.err and str(file) in ran.err
+
+
+def test_a_hint_that_cannot_be_written_is_a_note(file: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """The snapshot is published: to say that the import failed would have it done again."""
+
+    class Full(MemoryStore):
+        def put(self, key: str, data: bytes) -> None:
+            raise StoreFull(f"cannot write {key}: no space is left")
+
+    store = Full()
+    monkeypatch.setattr(importing, "_opened", lambda address, single_writer: store)
+    ran = run("import", file, "memory://full")
+    assert ran.code == 0 and "the hint was not written, and nothing depends on it: cannot write hint" in ran.out
+    assert content(store) == content(ArchiveStore(str(file)))

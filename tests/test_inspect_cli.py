@@ -194,6 +194,15 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.parametrize("words", [("list",), ("calls", "--json"), ("export", "--jsonl", "-"), ()])
+def test_a_full_disk_under_stdout_is_an_error_like_any_other(words: tuple[str, ...], folder: Path) -> None:
+    argv = [words[0], str(folder), *words[1:]] if words else []
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(program(*argv), stdout=full, stderr=subprocess.PIPE, text=True, env=environment())
+    assert ran.returncode == 20
+    assert "error: cannot write to stdout: no space is left" in ran.stderr and "Traceback" not in ran.stderr
+
+
 def test_interrupting_is_safe(folder: Path) -> None:
     argv = [sys.executable, "-c", INTERRUPTED, "verify", str(folder), "--read-data", "--json"]
     done = subprocess.run(argv, capture_output=True, env=environment(), timeout=60)

@@ -7,6 +7,7 @@ Does not know: how Chromium is found (browser.py).
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -169,20 +170,33 @@ def test_a_page_that_cannot_be_written(
 ) -> None:
     opened_as(monkeypatch, made(stores.several))
     ran = run_once(capsys, "report", "s", "--html", str(tmp_path / "none" / "page.html"))
-    assert (ran.code, ran.out) == (2, "") and "cannot be written" in ran.err
+    assert (ran.code, ran.out) == (2, "") and "there is no folder" in ran.err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupted_page_is_not_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def interrupted(self: Path, target: Path) -> Path:
+    def interrupted(*names: str, **folders: int) -> None:
         raise KeyboardInterrupt
 
     opened_as(monkeypatch, made(stores.several))
-    monkeypatch.setattr(Path, "replace", interrupted)
+    monkeypatch.setattr(os, "replace", interrupted)
     assert run_once(capsys, "report", "s", "--html", str(tmp_path / "page.html")).code == 130
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_takes_the_place_of_a_plain_file_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A device or a pipe of that name is no earlier page."""
+    opened_as(monkeypatch, made(stores.several))
+    os.mkfifo(tmp_path / "pipe")
+    ran = run_once(capsys, "report", "s", "--html", str(tmp_path / "pipe"))
+    assert ran.code == 2 and "is no plain file" in ran.err and (tmp_path / "pipe").is_fifo()
+    (tmp_path / "page.html").write_text("earlier")
+    assert run_once(capsys, "report", "s", "--html", str(tmp_path / "page.html")).code == 0
+    assert (tmp_path / "page.html").read_text().startswith("<!")
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

@@ -100,3 +100,24 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(module.os, "open", refused)
     with pytest.raises(CredentialsRefused, match="permission denied"):
         write(tmp_path / "x", b"1")
+
+
+@pytest.mark.parametrize("name", ["n" * 256, "a\0b", "n" * 5000])
+def test_what_cannot_be_a_name_is_refused_as_one(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="is no name for a file"):
+        write(tmp_path / name, b"new")
+
+
+@pytest.mark.parametrize("inside", ["format.json", "log/000000000001.json", "seg/new.zip", ".tmp/x", "new.zip"])
+def test_nothing_is_written_into_a_store(tmp_path: Path, inside: str) -> None:
+    """Forced or not: what lies there is an object, and what is new would be taken for one."""
+    for key in ("format.json", "log/000000000001.json"):
+        (tmp_path / "s" / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "s" / key).write_bytes(b"{}")
+    (tmp_path / "s/seg").mkdir()
+    (tmp_path / "s/.tmp").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "s" / inside)
+    for path in (tmp_path / "s" / inside, tmp_path / "link"):
+        with pytest.raises(ConfigError, match="would lie in the store"):
+            write(path, b"new", replace=True)
+    assert (tmp_path / "s/format.json").read_bytes() == b"{}" and not list((tmp_path / "s").rglob(".export-*"))

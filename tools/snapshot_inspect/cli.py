@@ -28,6 +28,7 @@ from snapshot_inspect.render import Screen
 from snapshot_inspect.survey import position
 from snapshot_inspect.texts import printable
 from snapshot_inspect.verbs import Answer
+from storage_backends.posix import translate
 
 INTERRUPTED = 130
 
@@ -195,10 +196,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    if not argv:
-        return _printed(Answer(0, [], _front_page), json=False)
+    front = argparse.Namespace(run=lambda args, now: Answer(0, [], _front_page), store=".", json=False)
     try:
-        args = parser().parse_args(argv)
+        args = parser().parse_args(argv) if argv else front
     except SystemExit as leaving:  # argparse has said why, or has printed its help
         return leaving.code if isinstance(leaving.code, int) else 2
     try:
@@ -234,10 +234,17 @@ def _printed(answer: Answer, *, json: bool) -> int:
             answer.show(Screen(sys.stdout))
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; let that go nowhere.
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
+    except OSError as error:  # the disk under it is full, say
+        _drop_stdout()
+        raise translate(error, "write to", "stdout") from error
     return answer.exit_code
+
+
+def _drop_stdout() -> None:
+    """Python flushes stdout once more at exit; let that go nowhere."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _front_page(screen: Screen) -> None:

@@ -13,14 +13,13 @@ Invariants:
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 import sys
 from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
-from recovery.errors import ConfigError
+from recovery.errors import ConfigError, Damaged
 from recovery.log import Slot
 from recovery.origin import import_claim, is_import_claim, origin_of
 from recovery.ports import ObjectStore
@@ -32,7 +31,7 @@ from snapshot_inspect.documents import Document
 from snapshot_inspect.export import figures, origin_for, taken
 from snapshot_inspect.leftovers import is_foreign
 from snapshot_inspect.newest import Adopted
-from snapshot_inspect.places import Place, ledger_codec, open_place, store_at, strangers
+from snapshot_inspect.places import Place, ledger_codec, naming, open_place, store_at, strangers
 from snapshot_inspect.progress import progress_on
 from snapshot_inspect.render import Screen
 from snapshot_inspect.survey import Unreadable, choose, position, walk
@@ -46,22 +45,23 @@ PROBES = "probe/"
 
 
 def import_(args: Namespace, now: float) -> Answer:
-    source = open_place(args.file)
-    if not isinstance(source.store, ArchiveStore):
-        raise ConfigError(
-            f"{args.file} is a store, not a portable file",
-            hint=f"make one: snapshot-inspect export {shlex.quote(args.file)} snapshot.zip",
-        )
-    source.store.check()
-    snapshot = _only_snapshot(source.store)
-    loaded = calls.load_whole(source.store, ledger_codec(), snapshot)
-    check_carried(loaded)
+    with naming(args.file):
+        source = open_place(args.file)
+        if not isinstance(source.store, ArchiveStore):
+            raise ConfigError(
+                f"{args.file} is a store, not a portable file",
+                hint="make one: snapshot-inspect export STORE snapshot.zip",
+            )
+        source.store.check()
+        snapshot = _only_snapshot(source.store)
+        loaded = calls.load_whole(source.store, ledger_codec(), snapshot)
+        check_carried(loaded)
     origin = origin_for(source, loaded, Adopted())
     codec: CodecName = args.codec or codec_of(loaded.ledger)
     target = _opened(args.store, args.single_writer)
     unfinished = check_empty(target, args.store)
     alone = args.single_writer
-    slot = _into(target, source, loaded, codec, origin, follows=len(unfinished), single_writer=alone)
+    slot, notes = _into(target, source, loaded, codec, origin, follows=len(unfinished), single_writer=alone)
     document = {
         "file": args.file,
         "store": args.store,
@@ -70,7 +70,7 @@ def import_(args: Namespace, now: float) -> Answer:
         "origin": documents.origin(origin),
         "counts": documents.counts_of(slot),
         "unfinished": len(unfinished),
-        "notes": _unfinished_notes(unfinished),
+        "notes": _unfinished_notes(unfinished) + notes,
     }
     return Answer(0, [document], lambda screen: shown_import(screen, document))
 
@@ -107,7 +107,8 @@ def _into(
     *,
     follows: int,
     single_writer: bool,
-) -> Slot:
+) -> tuple[Slot, list[str]]:
+    """The slot that was published, and what is to be told of it."""
     from vllm_hooks.opening import SystemClock, SystemEntropy
 
     entropy = SystemEntropy()
@@ -124,9 +125,9 @@ def _into(
         cause="import",
         origin=origin,
     )
-    slot = carry(source.store, loaded, to, progress_on(sys.stderr, "import"), strict=True)
-    log.leave_hint()
-    return slot
+    with naming(source.address, Damaged):  # what is damaged is the file
+        slot = carry(source.store, loaded, to, progress_on(sys.stderr, "import"), strict=True)
+    return slot, list(log.try_to_leave_hint())
 
 
 def check_empty(store: ObjectStore, address: str) -> list[Slot]:

@@ -16,7 +16,7 @@ from argparse import Namespace
 from recovery.errors import ConfigError, Damaged, FingerprintMismatch
 from recovery.ledger import Entry
 from snapshot_inspect import calls, diff, doctor, explain, holds, page, plan, report, stats
-from snapshot_inspect.places import Place, is_config, ledger_codec, open_place, segment_codec
+from snapshot_inspect.places import Place, is_config, ledger_codec, naming, open_place, segment_codec
 from snapshot_inspect.survey import Choice, choose, position
 from snapshot_inspect.verbs import Answer, notes_of, worst
 from snapshot_inspect.verify import structure
@@ -69,7 +69,9 @@ def diff_(args: Namespace, now: float) -> Answer:
     """`STORE A B`, `STORE A` (with the latest) or `STORE STORE2` (the latest of both)."""
     place = open_place(args.store)
     if args.b is None and not _is_id(args.a):
-        sides = [_side(place, "latest"), _side(open_place(args.a), "latest")]
+        sides = [_side(place, "latest")]
+        with naming(args.a):
+            sides.append(_side(open_place(args.a), "latest"))
     elif not _is_id(args.a):
         raise ConfigError(f"{args.a!r} is no snapshot", hint="diff STORE A B, diff STORE A, or diff STORE STORE2")
     else:

@@ -8,7 +8,7 @@ Invariants:
    in it, by their hashes.
 2. Whatever a store's names hold, the figures are data: `<`, `>`, `&` and line separators are escaped, and the program
    writes text, never markup.
-3. The file is there as a whole or not at all.
+3. The file is there as a whole or not at all (new_file.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from importlib import resources
-from pathlib import Path
 
-from recovery.errors import ConfigError
 from snapshot_inspect.documents import Document
+from snapshot_inspect.new_file import new_file
+from storage_backends.posix import write_all
 
 _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029\u007f"}
 
@@ -53,17 +52,7 @@ def _data(document: Document) -> str:
 
 
 def write(path: str, document: Document) -> None:
-    """Put the page at `path`. Raises ConfigError if that cannot be done."""
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            beside.write_text(render(document), encoding="utf-8")
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the page cannot be written to {path}: {error.strerror}",
-            hint="name a file in a folder that can be written",
-        ) from error
+    """Put the page at `path`, in the place of an earlier one. Raises ConfigError, or what the system says."""
+    data = render(document).encode()
+    with new_file(path, replace=True) as fd:
+        write_all(fd, data)

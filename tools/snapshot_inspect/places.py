@@ -13,13 +13,15 @@ Invariants:
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from recovery.errors import Damaged, NoStore
+from recovery.errors import Damaged, NoStore, RecoveryError
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.snapshots import FORMAT_KEY, check_root
 from snapshot_inspect.parents import Below, below
@@ -38,6 +40,16 @@ class Place:
     address: str
     store: ObjectStore
     mark: dict[str, Any]
+
+
+@contextmanager
+def naming(address: str, kind: type[RecoveryError] = RecoveryError) -> Iterator[None]:
+    """What errors (of this kind) inside say about a STORE is about the one at `address`, not that of the command."""
+    try:
+        yield
+    except kind as error:
+        error.hint = error.hint.replace("STORE", shlex.quote(address))
+        raise
 
 
 def is_config(address: str) -> bool:

@@ -173,7 +173,8 @@ def mend(
     slot = publication.publish(
         draft, cause="repair", fingerprint=str(body.get("fingerprint", "")), restored_from=loaded.snapshot.id
     )
-    slots.leave_hint()
+    for note in slots.try_to_leave_hint():
+        print(f"note: {printable(note)}", file=sys.stderr)
     return slot, found
 
 

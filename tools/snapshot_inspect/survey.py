@@ -206,7 +206,8 @@ def choose(store: ObjectStore, at: Position, text: str) -> Choice:
     """
     if text != "latest" and not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{text!r} is no snapshot", hint="a snapshot is named by its number, or by `latest`")
-    if text != "latest" and (exact := _numbered(store, at.tail, int(text))) is not None:
+    number = int(text) if text != "latest" and len(text) < 100 else 0  # int() refuses thousands of digits
+    if (exact := _numbered(store, at.tail, number)) is not None:
         return Choice(exact)
     if text == "latest":
         return _latest(store, at)
