@@ -52,7 +52,7 @@ _DAMAGED = {
     errno.ELOOP: ("a symbolic link is on the way", "put the real folder or file in the link's place"),
 }
 _CONFIG = {
-    errno.ENAMETOOLONG: ("the name is too long for its file system", "choose a shorter path for the store"),
+    errno.ENAMETOOLONG: ("the name is too long for its file system", "choose a shorter path"),
     errno.EXDEV: ("it is on another file system than .tmp", "a store's folder has to lie on one file system"),
 }
 _UNAVAILABLE = {

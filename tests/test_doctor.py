@@ -79,6 +79,17 @@ def test_the_output_is_a_directory_or_below_a_file(said: Said, tmp_path: Path) -
     assert code == 1 and "prompts.jsonl is a file, not a folder" in text
 
 
+@pytest.mark.parametrize("field", ["output", "prompts", "rollout_checkpointing.store"])
+def test_a_name_that_is_too_long_is_a_finding(said: Said, tmp_path: Path, field: str) -> None:
+    code, text = said("--set", f"{field}={tmp_path}/{'n' * 300}")
+    assert code == 1 and "too long" in text.lower()
+
+
+def test_a_terminal_is_shown_no_control_characters(said: Said) -> None:
+    code, text = said("--set", "\x1b[31m=1")
+    assert code == 1 and "\x1b" not in text and "\\x1b[31m: unknown key" in text
+
+
 def test_a_store_that_is_a_file_or_a_dangling_link(said: Said, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nowhere")

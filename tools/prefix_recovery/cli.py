@@ -20,6 +20,7 @@ from prefix_recovery import __doc__ as _about
 from recovery import config as configs
 from recovery.errors import RecoveryError
 from snapshot_inspect import completion
+from snapshot_inspect.texts import printable_lines
 
 _EXAMPLES = """\
 examples:
@@ -126,9 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run_verb(arguments)
     except RecoveryError as error:
-        print(f"prefix-recovery: {error.message}", file=sys.stderr)
+        print(f"prefix-recovery: {printable_lines(error.message)}", file=sys.stderr)
         if error.hint:
-            print(f"  {error.hint}", file=sys.stderr)
+            print(f"  {printable_lines(error.hint)}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130

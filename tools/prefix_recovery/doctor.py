@@ -25,6 +25,7 @@ from prefix_recovery.job_checks import Finding, check_job
 from prefix_recovery.smollm2 import DISTRIBUTION
 from recovery.config import load_config
 from recovery.errors import RecoveryError
+from snapshot_inspect.texts import printable_lines
 
 
 def run_doctor(config_path: str | None, overrides: Sequence[str] = ()) -> int:
@@ -32,9 +33,9 @@ def run_doctor(config_path: str | None, overrides: Sequence[str] = ()) -> int:
     console = Console(highlight=False)
     worst = 0
     for finding in _findings(config_path, overrides):
-        console.print(f"{finding.level:<5} {finding.what}", markup=False, soft_wrap=True)
+        console.print(f"{finding.level:<5} {printable_lines(finding.what)}", markup=False, soft_wrap=True)
         if finding.todo:
-            console.print(f"      {finding.todo}", markup=False, soft_wrap=True)
+            console.print(f"      {printable_lines(finding.todo)}", markup=False, soft_wrap=True)
         worst = max(worst, int(finding.level == "fail"))
     return worst
 

@@ -28,6 +28,7 @@ from recovery.ports import ObjectStore
 from recovery.slots import find_tail
 from recovery.snapshots import FORMAT_KEY, check_root
 from storage_backends import open_store
+from storage_backends.posix import translate
 
 CLAIMS_SHOWN = 4
 TIGHT_BYTES = 64 << 20
@@ -53,6 +54,9 @@ def _guarded(check: Callable[[JobConfig], Iterator[Finding]], config: JobConfig)
         yield from check(config)
     except RecoveryError as error:
         yield Finding("fail", error.message, error.hint)
+    except OSError as error:
+        said = translate(error, "look at", str(error.filename or "a file of the job"))
+        yield Finding("fail", said.message, said.hint)
 
 
 def _model(config: JobConfig) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from snapshot_inspect.texts import nbytes_text, seconds_text
+from snapshot_inspect.texts import nbytes_text, printable_lines, seconds_text
 
 _LINE_EVERY_S = 10.0
 
@@ -50,7 +50,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that went away must not end the job
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.print(printable_lines(line), markup=False, soft_wrap=True)
 
     def finished(self, n: int) -> None:
         self._done += n

@@ -14,6 +14,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +84,7 @@ def read_prompts(path: str | Path, *, strict: bool = False) -> PromptFile:
     """
     file = PromptFile(Path(path))
     seen: dict[str, int] = {}
-    if file.path.exists() and not file.path.is_file():
+    if os.path.exists(file.path) and not os.path.isfile(file.path):  # Path raises for names that are too long
         raise ConfigError(f"the prompts file {file.path} is not a file", hint="check `prompts` in the config")
     try:
         stream = file.path.open("rb")

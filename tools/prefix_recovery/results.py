@@ -42,7 +42,7 @@ class Results:
         Raises ConfigError, naming file and line, if the file holds something that is not a result: it may be somebody
         else's file, and nothing of it is touched.
         """
-        if self.path.exists() and not self.path.is_file():
+        if os.path.exists(self.path) and not os.path.isfile(self.path):  # Path raises for names that are too long
             raise ConfigError(f"the output {self.path} is not a file", hint="check `output` in the config")
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -25,6 +25,11 @@ def printable(text: str) -> str:
     return "".join(_escaped(c) if unicodedata.category(c) in _UNPRINTABLE else c for c in text)
 
 
+def printable_lines(text: str) -> str:
+    """The same of each line of `text`."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
