@@ -350,6 +350,7 @@ def test_the_back_end_fails_at_each_call(
     out = tmp_path / "out"
     out.mkdir()
     assert run_export(capsys, "STORE", str(tmp_path / "x.zip"), "--adopt").code == 0
+    assert counting.count("put", "put_new", "delete") == 0, "the store is only read"
     for n in range(counting.count()):
         opened_as(monkeypatch, FaultyStore(store, iter([*[PASS] * n, RaiseBefore(StoreUnavailable("no answer"))])))
         ran = run_export(capsys, "STORE", str(out / "x.zip"), "--adopt")
