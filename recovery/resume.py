@@ -26,13 +26,15 @@ class StopRules:
     """What ends a call in this engine, and what it adds to a resume.
 
     `eos_token_ids` are those of the model, the primary one first; `abilities` are keys of resume_table.ABILITIES;
-    `blocked_by` names what about the engine makes every call begin again.
+    `blocked_by` names what about the engine makes every call begin again; `thinking_end` is the marker that the engine
+    forces when a thinking budget is used up.
     """
 
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     abilities: frozenset[str] = frozenset()
     blocked_by: str = ""
+    thinking_end: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,9 @@ def plan(request: Request, n_prefix: int, last_token_id: int | None, stop: StopR
     blocked = blocked_by(request, stop)
     if blocked:
         return Restart(f"{blocked}: {why(blocked)}")
+    if sampling.get("thinking_token_budget") is not None and last_token_id in stop.thinking_end[:-1]:
+        # The engine would take the half of a marker for thinking, and force the whole of it again.
+        return Restart("thinking_token_budget: the cut may lie inside the marker that ends thinking")
     return Resume(
         n_prefix=n_prefix,
         max_tokens=None if budget is None else int(budget) - n_prefix,

@@ -157,7 +157,10 @@ SAMPLING: Mapping[str, Row] = {
         do="start the engine with `vllm_hooks.engine_arguments(...)`",
     ),
     "skip_reading_prefix_cache": _exact("changes no value"),
-    "thinking_token_budget": _restart("the budget used by the prefix is not restored", _LEAVE_OUT),
+    "thinking_token_budget": _exact(
+        "the engine looks for the markers in prompt and output alike; a call cut inside the marker that ends thinking "
+        "begins again"
+    ),
     "repetition_detection": _exact("looked for in the tokens of the whole call, also across the cut"),
     "routed_experts_prompt_start": _restart("the experts chosen for the prefix are not kept", _LEAVE_OUT),
     "trace_decode_token_ids": _restart("the request ends with its trace", _LEAVE_OUT),

@@ -181,6 +181,14 @@ def test_a_greedy_call_has_no_difference() -> None:
     assert isinstance(decided, Resume) and decided.difference == ""
 
 
+def test_g5_a_cut_inside_the_marker_that_ends_thinking_begins_again() -> None:
+    stop = dataclasses.replace(STOP, thinking_end=(40, 41, 42))
+    for last, begins_again in ((40, True), (41, True), (42, False), (50, False)):
+        decided = plan(10, last, stop, max_tokens=64, thinking_token_budget=5)
+        assert isinstance(decided, Restart if begins_again else Resume)
+    assert isinstance(plan(10, 40, stop, max_tokens=64), Resume)
+
+
 def test_a_full_prefix_with_stop_strings_is_for_its_text_to_finish() -> None:
     assert plan(32, max_tokens=32, stop=STOP) == Finish("length", None)
     one = request(prompt=range(8), sampling={**GREEDY, "max_tokens": 32, "stop": ["x"]})
