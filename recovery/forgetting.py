@@ -18,18 +18,15 @@ from typing import Any
 from recovery import pins
 from recovery.errors import ConfigError, Damaged, RecoveryError
 from recovery.log import Slot, forgotten_by
-from recovery.ports import Clock, Entropy, ObjectStore
+from recovery.ports import ObjectStore
 from recovery.slots import SlotLog, walk_back
 
 
-def forget(
-    store: ObjectStore, clock: Clock, entropy: Entropy, owner: str, snapshots: Collection[int]
-) -> tuple[int, Slot | None]:
-    """Forget these. Returns the epoch that was claimed for it, and the slot: None if all were forgotten already.
+def forget(store: ObjectStore, log: SlotLog, snapshots: Collection[int]) -> Slot | None:
+    """Claim the store with `log` and forget these. Returns the slot, None if all were forgotten already.
 
     Raises ConfigError for what is no snapshot or is pinned, Fenced if another coordinator claimed the store meanwhile.
     """
-    log = SlotLog(store, clock, entropy, owner)
     log.claim()
 
     def body() -> Mapping[str, Any] | None:
@@ -38,7 +35,7 @@ def forget(
 
     slot = log.append_if("forget", body)
     log.leave_hint()
-    return log.epoch, slot
+    return slot
 
 
 def left_to_forget(store: ObjectStore, tail: int, snapshots: Collection[int]) -> list[int]:

@@ -142,6 +142,16 @@ class LocalStore:
             except FileNotFoundError:
                 return 0
 
+    def abandoned_temporaries(self) -> _Listing:
+        """Unfinished files whose writers are gone: what `sweep_temporaries` would remove. No object is among them."""
+        with told("list", self._tree.path(TEMPORARY)):
+            try:
+                with self._tree.folder([TEMPORARY]) as fd:
+                    found = [(name, _size(name, fd)) for name in temporaries.abandoned(fd)]
+            except FileNotFoundError:
+                return []
+        return [Listed(f"{TEMPORARY}/{name}", nbytes) for name, nbytes in sorted(found) if nbytes is not None]
+
     @contextmanager
     def _temporary(self, data: bytes) -> Iterator[tuple[int, str]]:
         """A complete, synced file in `.tmp`, as (folder, name); removed at the end whatever happens."""
@@ -188,3 +198,11 @@ def _read(fd: int, start: int, end: int | None, path: str) -> bytes:
         pieces.append(piece)
         start += len(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _size(name: str, folder_fd: int) -> int | None:
+    """None if the file is gone by now."""
+    try:
+        return os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return None

@@ -64,6 +64,11 @@ def _lives(pid: int, started: int) -> bool:
 
 def sweep(folder_fd: int) -> int:
     """Remove the temporary files in a folder that nobody will finish. Returns how many were removed."""
+    return sum(_remove(name, folder_fd) for name in abandoned(folder_fd))
+
+
+def abandoned(folder_fd: int) -> list[str]:
+    """Names of the temporary files in a folder that nobody will finish."""
     here, now = host(), time.time()
     doomed: list[str] = []
     others: list[tuple[float, str]] = []
@@ -83,8 +88,7 @@ def sweep(folder_fd: int) -> int:
             if stat.S_ISREG(status.st_mode):
                 others.append((now - status.st_mtime, entry.name))
     others.sort()
-    doomed += [name for rank, (age, name) in enumerate(others) if age > AGE_S or rank >= OTHERS_MAX]
-    return sum(_remove(name, folder_fd) for name in doomed)
+    return doomed + [name for rank, (age, name) in enumerate(others) if age > AGE_S or rank >= OTHERS_MAX]
 
 
 def _remove(name: str, folder_fd: int) -> bool:

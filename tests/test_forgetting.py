@@ -10,6 +10,7 @@ from recovery import log
 from recovery.errors import ConfigError, Damaged, Fenced, NothingPublished
 from recovery.forgetting import forget
 from recovery.protocol import Verdict
+from recovery.slots import SlotLog
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import PASS, FaultyStore
 from storage_backends.testing.kills import WAYS, Killed, KillingStore
@@ -19,7 +20,8 @@ from tests.lives import ids, objects_of, own_objects, worked
 
 
 def forgotten(store: object, *snapshots: int, seed: object = 0) -> int | None:
-    _, slot = forget(store, ManualClock(), SeededEntropy(("forget", seed)), "me", snapshots)  # type: ignore[arg-type]
+    slots = SlotLog(store, ManualClock(), SeededEntropy(("forget", seed)), "me")  # type: ignore[arg-type]
+    slot = forget(store, slots, snapshots)  # type: ignore[arg-type]
     return None if slot is None else slot.seq
 
 

@@ -215,7 +215,7 @@ def test_what_was_forgotten_is_not_the_latest(make: Callable[[ObjectStore], Any]
     job = make(store)
     if job is not None:
         job.close()
-    forget(store, ManualClock(), SeededEntropy(), "somebody", gone)
+    forget(store, SlotLog(store, ManualClock(), SeededEntropy(), "somebody"), gone)
     compare(store, f"{gone} were forgotten")
     left = [seq for seq in (2, 3, 4, 5) if seq not in gone]
     at = position(store)

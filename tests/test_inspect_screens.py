@@ -67,7 +67,7 @@ def validator(verb: str) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(_strict(copy.deepcopy(schema)))
 
 
-WRITING = ("export", "import", "repair")
+WRITING = ("export", "forget", "import", "prune", "repair")
 """Verbs that are not in the table: each has a file of tests of its own."""
 
 VALIDATORS = {verb: validator(verb) for verb in {*(words[0] for words in VERBS.values()), *WRITING}}

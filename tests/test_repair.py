@@ -451,7 +451,7 @@ def test_a_job_that_goes_on_until_the_claim_is_looked_at_again(monkeypatch: pyte
         job.close()
         return store, False
 
-    monkeypatch.setattr(module, "_opened", opened)
+    monkeypatch.setattr(module, "open_for_writing", opened)
     ran = run("repair", "s", "--apply")
     assert ran.code == 0 and "its newest snapshot needs no repair" in ran.out, ran
     assert newest(store).snapshot.id == 6

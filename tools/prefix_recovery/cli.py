@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ examples:
   prefix-recovery model smollm2 models/smollm2           make a small real model, no network hub needed
   prefix-recovery run job.yaml                           run a job; the same command continues it after a crash
   prefix-recovery run job.yaml --set max_concurrent_calls=32
+  prefix-recovery pin run-17 latest                      keep this snapshot for good
   snapshot-inspect latest run-17                         what would a restore take?
   eval "$(prefix-recovery completion bash)"              complete verbs and options (also zsh, fish)
 
@@ -104,6 +106,17 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("dir", type=Path, metavar="DIR")
     model.add_argument("--dtype", default=None, choices=["bfloat16", "float16", "float32"])
     add("schema", "print the JSON schema of a job file", "prefix-recovery schema > job.schema.json")
+    pin = add(
+        "pin",
+        "keep one snapshot for good, beside a running job; without an ID, list the pins",
+        "prefix-recovery pin run-17 latest",
+        "prefix-recovery pin --remove s3://bucket/run-17 12",
+    )
+    pin.add_argument("store", metavar="STORE", help="the store's folder, its address, or the config of its job")
+    pin.add_argument(
+        "id", metavar="ID", nargs="?", help="a snapshot's number, the digits that only one begins with, or `latest`"
+    )
+    pin.add_argument("--remove", action="store_true", help="let it go again: it is collected like any other")
     doctor = add(
         "doctor",
         "what this machine has; with a CONFIG, whether the job could start",
@@ -129,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RecoveryError as error:
         print(f"prefix-recovery: {printable_lines(error.message)}", file=sys.stderr)
         if error.hint:
-            print(f"  {printable_lines(error.hint)}", file=sys.stderr)
+            store = shlex.quote(arguments.store) if "store" in arguments else "STORE"
+            print(f"  {printable_lines(error.hint.replace('STORE', store))}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
@@ -174,6 +188,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             print(json.dumps(configs.job_schema(), indent=2), flush=True)
         case "completion":
             print(completion.script(arguments.shell, parser()), end="")
+        case "pin":
+            from prefix_recovery.pin import run_pin
+
+            return run_pin(arguments.store, arguments.id, remove=arguments.remove)
         case "doctor":
             from prefix_recovery.doctor import run_doctor
 

@@ -21,7 +21,18 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from recovery.errors import RecoveryError
-from snapshot_inspect import completion, documents, export, importing, job_verbs, repair, verbs, views
+from snapshot_inspect import (
+    completion,
+    documents,
+    export,
+    forgetting,
+    importing,
+    job_verbs,
+    pruning,
+    repair,
+    verbs,
+    views,
+)
 from snapshot_inspect.newest import newest
 from snapshot_inspect.places import open_place
 from snapshot_inspect.render import Screen
@@ -53,13 +64,15 @@ EXAMPLES = (
     ),
     ("doctor", "snapshot-inspect doctor runs/17 --probe", "permissions, clock, format; what the place guarantees"),
     ("export", "snapshot-inspect export runs/17 run-17.zip", "one snapshot as one file, or as JSON lines"),
+    ("forget", "snapshot-inspect forget runs/17 8", "snapshots that no restore shall consider any more"),
+    ("prune", "snapshot-inspect prune runs/17", "delete at once what nothing needs, and show what that is"),
     ("repair", "snapshot-inspect repair runs/17", "what could be mended of the newest snapshot, and at what loss"),
     ("import", "snapshot-inspect import run-17.zip s3://bucket/run-17", "a new store out of an exported file"),
 )
 
 _ABOUT = (
     "Look into the store of a rollout job. A running job is not disturbed, and nothing is written, but by import, by "
-    "repair with --apply, and by doctor with --probe."
+    "forget, prune and repair with --apply, and by doctor with --probe."
 )
 _STORE = "the store's folder, its address (s3://bucket/run), the config of its job, or a portable file"
 _NEW_STORE = "where the store is made: a folder, an address, or a job's config; nothing may be there yet"
@@ -156,6 +169,12 @@ def _add_writing(add: Callable[..., argparse.ArgumentParser]) -> None:
         "--tokenizer", metavar="DIR", help="with --jsonl: the folder of a tokenizer.json, for text as well"
     )
     one.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    one = add("forget", forgetting.forget_, "snapshot-inspect forget runs/17 7 8 --apply")
+    one.add_argument("ids", metavar="ID", nargs="+", help=_ID.replace(" (default: latest)", ""))
+    one.add_argument("--apply", action="store_true", help="do it; a job that runs on the store is fenced by it")
+    one = add("prune", pruning.prune_, "snapshot-inspect prune runs/17 --keep 1 --apply")
+    one.add_argument("--keep", type=_positive, metavar="N", default=2, help="newest snapshots that stay (default: 2)")
+    one.add_argument("--apply", action="store_true", help="do it; a job that runs on the store is fenced by it")
     one = add("repair", repair.repair, "snapshot-inspect repair runs/17 --apply")
     one.add_argument(
         "--apply", action="store_true", help="publish what is left; a job that runs on the store is fenced by it"

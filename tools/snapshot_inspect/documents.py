@@ -11,10 +11,11 @@ Invariants:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from recovery import pins
 from recovery.errors import Damaged, FormatNotUnderstood, RecoveryError
 from recovery.ledger import Counts
 from recovery.log import Slot, slot_key
@@ -103,7 +104,15 @@ def adoption(adopted: Adopted) -> Document:
 # ---- documents -----------------------------------------------------------------------------------------------------
 
 
-def list_row(place: Place, found: Snapshot | Unreadable, ledger_keys: set[str], now: float) -> Document:
+def list_row(
+    place: Place,
+    found: Snapshot | Unreadable,
+    ledger_keys: set[str],
+    now: float,
+    *,
+    pinned: Container[int],
+    forgotten: Container[int],
+) -> Document:
     if isinstance(found, Unreadable):
         return {
             "row": "unreadable",
@@ -114,7 +123,14 @@ def list_row(place: Place, found: Snapshot | Unreadable, ledger_keys: set[str], 
             "reason": found.error.message,
         }
     present = found.ledger.key in ledger_keys
-    return {"row": "snapshot", "store": place.address, **snapshot_fields(found.slot, now), "ledger_present": present}
+    return {
+        "row": "snapshot",
+        "store": place.address,
+        **snapshot_fields(found.slot, now),
+        "ledger_present": present,
+        "pinned": found.id in pinned,
+        "forgotten": found.id in forgotten,
+    }
 
 
 def store_row(name: str, address: str, found: Newest | RecoveryError, now: float) -> Document:
@@ -133,6 +149,7 @@ SINGLE_WRITER = "written in single-writer mode: nothing keeps a second run away 
 
 
 def latest(place: Place, found: Newest, now: float) -> Document:
+    pinned = found.snapshot.id in pins.listed(place.store)
     single_writer = found.snapshot.slot.single_writer
     notes = [found.position.hint.note, SINGLE_WRITER if single_writer else ""]
     return {
@@ -151,6 +168,8 @@ def latest(place: Place, found: Newest, now: float) -> Document:
         "unchecked": list(_unchecked(found)),
         "adoption": None if found.adoption is None else adoption(found.adoption),
         "single_writer": single_writer,
+        "pinned": pinned,
+        "forgotten": sorted(found.forgotten),
         "notes": [note for note in notes if note],
     }
 
@@ -167,7 +186,15 @@ def _unchecked(found: Newest) -> Iterator[str]:
     yield "the tokens of ended calls"
 
 
-def show(place: Place, snapshot: Snapshot, newest_id: int, previous: Snapshot | None, now: float) -> Document:
+def show(
+    place: Place,
+    snapshot: Snapshot,
+    newest_id: int,
+    previous: Snapshot | None,
+    now: float,
+    *,
+    forgotten: bool | None,
+) -> Document:
     job, problems = job_record(place.store, snapshot)
     document = snapshot_fields(snapshot.slot, now)
     return {
@@ -180,6 +207,8 @@ def show(place: Place, snapshot: Snapshot, newest_id: int, previous: Snapshot | 
         "ledger": snapshot.ledger.as_json(),
         "states": [{"name": name, **ref.as_json()} for name, ref in sorted(snapshot.states.items())],
         "job": job,
+        "pinned": snapshot.id in pins.listed(place.store),
+        "forgotten": forgotten,
         "problems": problems,
     }
 

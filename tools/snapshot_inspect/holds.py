@@ -48,7 +48,12 @@ class Owner:
 
     @property
     def ended(self) -> bool:
-        """Its last snapshot was its last for good: what comes after one is at most garbage collection."""
+        """Its last snapshot was its last for good: what comes after one is at most garbage collection.
+
+        One that forgets takes none, and has nothing more to do.
+        """
+        if any(slot.kind == "forget" for slot in self.slots):
+            return True
         last = next((slot for slot in reversed(self.slots) if slot.kind == "snapshot"), None)
         return last is not None and last.body.get("cause") == "final"
 

@@ -40,7 +40,7 @@ class Leftovers:
 
 def is_foreign(key: str) -> bool:
     marks = key in (FORMAT_KEY, log.HINT_KEY) or log.seq_of_key(key) is not None
-    return not marks and layout.epoch_of(key) is None
+    return not marks and layout.epoch_of(key) is None and layout.pinned_by(key) is None
 
 
 def unreferenced(

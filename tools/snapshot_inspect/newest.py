@@ -18,7 +18,13 @@ from dataclasses import dataclass, field
 
 from recovery import garbage
 from recovery.adoption import adopt
-from recovery.errors import CannotRestore, CredentialsRefused, Damaged, FormatNotUnderstood, RecoveryError
+from recovery.errors import (
+    CannotRestore,
+    CredentialsRefused,
+    Damaged,
+    FormatNotUnderstood,
+    RecoveryError,
+)
 from recovery.layout import SEGMENTS, segment_position
 from recovery.ledger import Counts, Ledger
 from recovery.log import Slot, forgotten_by
@@ -56,7 +62,8 @@ class Newest:
     """The answer.
 
     `vouched`: a later entry of the log names the hash of this one. `problems`: what contradicts the entry, and what it
-    names and is not there. `adoption` and `counts` (those of the ledger itself) are None if no ledger was read.
+    names and is not there. `forgotten`: newer snapshots that are not considered. `adoption` and `counts` (those of the
+    ledger itself) are None if no ledger was read.
     """
 
     snapshot: Snapshot
@@ -65,6 +72,7 @@ class Newest:
     passed_over: list[PassedOver]
     vouched: bool
     problems: list[str]
+    forgotten: set[int]
     adoption: Adopted | None = None
     counts: Counts | None = None
 
@@ -103,11 +111,12 @@ def newest(store: ObjectStore, at: Position, codecs: Codecs | None = None) -> Ne
                 snapshot = Snapshot.from_slot(slot)
                 if codecs is None:
                     problems = list(unsupported(store, snapshot, vouched=vouched))
-                    return Newest(snapshot, at, newer[::-1], passed_over, vouched, problems)
+                    return Newest(snapshot, at, newer[::-1], passed_over, vouched, problems, forgotten)
                 loaded = check(store, codecs, snapshot, collected)
                 counts, problems = loaded.ledger.counts(), contradicted(loaded)
                 adoption = _adoption(store, codecs[0], loaded, collected) if adopts else Adopted()
-                return Newest(snapshot, at, newer[::-1], passed_over, vouched, problems, adoption, counts)
+                log = (newer[::-1], passed_over, vouched)
+                return Newest(snapshot, at, *log, problems, forgotten, adoption, counts)
         except CredentialsRefused:
             raise  # says nothing about the snapshot, and stops a restore too
         except (Damaged, CannotRestore) as error:

@@ -17,8 +17,6 @@ Invariants:
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sys
 from argparse import Namespace
 
@@ -29,19 +27,18 @@ from recovery.log import Slot, forgotten_by
 from recovery.model import SegmentInfo
 from recovery.ports import ObjectStore, SegmentCodec
 from recovery.publication import Publication
-from recovery.slots import SlotLog
 from recovery.snapshots import Snapshot, load
 from snapshot_inspect.carrying import Group, codec_of
 from snapshot_inspect.live_records import live_records
 from snapshot_inspect.newest import PassedOver, would_adopt
-from snapshot_inspect.places import ledger_codec, open_place, segment_codec, store_at
+from snapshot_inspect.places import ledger_codec, open_place, segment_codec
 from snapshot_inspect.progress import progress_on
 from snapshot_inspect.repair_report import Findings, document_of, shown
 from snapshot_inspect.soundness import damages, losses, to_move
 from snapshot_inspect.survey import Unreadable, position, walk
 from snapshot_inspect.texts import printable
 from snapshot_inspect.verbs import Answer
-from storage_backends import open_store
+from snapshot_inspect.writing import log_of, open_for_writing
 from storage_backends.codecs import MixedSegmentCodec
 
 TOLD_MAX = 12
@@ -56,7 +53,7 @@ def repair(args: Namespace, now: float) -> Answer:
     claimed = args.apply and found.mend_snapshot
     if claimed:
         tell_losses(found)
-        store, single_writer = _opened(args.store)
+        store, single_writer = open_for_writing(args.store)
         hint = found.at
         published, found = mend(store, found, sound, single_writer=single_writer)
         found.at = hint  # as it was before the claim of this repair
@@ -65,12 +62,6 @@ def repair(args: Namespace, now: float) -> Answer:
     document = document_of(place, found, published, applied=args.apply, claimed=claimed)
     code = Damaged.exit_code if document["problems"] or (document["needed"] and not args.apply) else 0
     return Answer(code, [document], lambda screen: shown(screen, document))
-
-
-def _opened(address: str) -> tuple[ObjectStore, bool]:
-    """The store, tried for what is asked of one that two may write to; and whether one writer alone was asked for."""
-    url, options = store_at(address)
-    return open_store(url, create=True, **options), bool(options.get("exclusive"))
 
 
 # ---- look ----------------------------------------------------------------------------------------------------------
@@ -149,11 +140,10 @@ def mend(
 
     Raises Fenced if another one claimed meanwhile, Damaged if what was to be had is not there any more.
     """
-    from vllm_hooks.opening import SystemClock, SystemEntropy
+    from vllm_hooks.opening import SystemEntropy
 
     entropy = SystemEntropy()
-    owner = f"{socket.gethostname()} pid {os.getpid()}, repair"[:200]
-    slots = SlotLog(store, SystemClock(), entropy, owner, single_writer=single_writer)
+    slots = log_of(store, "repair", single_writer=single_writer)
     slots.claim()
     found = look(store, sound, slots.tail)
     if found.loaded is None or not found.mend_snapshot:

@@ -32,6 +32,9 @@ from snapshot_inspect.verify import Sound, Verification
 RAW_TOKEN_BYTES = 8
 """An int32 id and a float32 logprob."""
 
+_STATES = ("readable", "sound", "collected", "damaged", "forgotten")
+"""Of snapshots."""
+
 USES = ("newest", "older", "adoptable", "garbage")
 _KINDS = {"seg": "segments", "ledger": "ledger", "state": "states", "gc": "garbage lists"}
 
@@ -58,6 +61,8 @@ def kind_of(key: str) -> str:
         return "hint"
     if log.seq_of_key(key) is not None:
         return "log"
+    if layout.pinned_by(key) is not None:
+        return "pins"
     if layout.epoch_of(key) is None:
         return "foreign"
     return _KINDS[key.partition("/")[0]]
@@ -158,7 +163,7 @@ def _mean(total: int, n: int) -> float | None:
 
 def _snapshots(found: Verification) -> Document:
     statuses = [status.status for status in found.snapshots]
-    known = {name: statuses.count(name) for name in ("sound", "collected")}
+    known = {name: statuses.count(name) for name in ("sound", "collected", "forgotten")}
     return {"readable": len(statuses), **known, "damaged": len(statuses) - sum(known.values())}
 
 
@@ -200,7 +205,7 @@ def _call_facts(document: Document) -> list[tuple[str, str]]:
     ratio = "" if tokens["ratio"] is None else f": {tokens['ratio']:.2f} raw bytes a stored byte"
     raw = f"{nbytes_text(tokens['raw_nbytes'])} raw, {nbytes_text(tokens['stored_nbytes'])} stored{ratio}"
     return [
-        ("snapshots", ", ".join(f"{snapshots[name]} {name}" for name in ("readable", "sound", "collected", "damaged"))),
+        ("snapshots", ", ".join(f"{snapshots[name]} {name}" for name in _STATES)),
         ("calls", f"{calls['calls']} ({calls['open']} open, {calls['ended']} ended), {calls['restored']} restored"),
         ("tokens", f"{tokens['tokens']} in snapshot {document['snapshot']}, {raw}"),
         ("thrown away", f"{count_text(calls['tokens_thrown_away'], 'token')} of calls that began again"),

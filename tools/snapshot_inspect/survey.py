@@ -178,16 +178,24 @@ def _missing(first: int, last: int, beyond: str = "") -> ObjectMissing:
     return ObjectMissing(f"log {which} missing{beyond}", hint=_PUT_BACK)
 
 
-def snapshots(store: ObjectStore, top: int, *, whole: bool = False) -> Iterator[Snapshot | Unreadable]:
-    """Snapshots, newest first, and every slot that cannot be used."""
+def snapshots(
+    store: ObjectStore, top: int, *, whole: bool = False, forgotten: set[int] | None = None
+) -> Iterator[Snapshot | Unreadable]:
+    """Snapshots, newest first, and every slot that cannot be used.
+
+    What forget slots name is added to `forgotten` before the snapshots that it names come.
+    """
     for found in walk(store, top, whole=whole):
         if isinstance(found, Unreadable):
             yield found
-        elif found.slot.kind == "snapshot":
-            try:
+            continue
+        try:
+            if found.slot.kind == "snapshot":
                 yield Snapshot.from_slot(found.slot)
-            except Damaged as error:
-                yield Unreadable(found.slot.seq, error)
+            elif found.slot.kind == "forget" and forgotten is not None:
+                forgotten |= log.forgotten_by(found.slot)
+        except Damaged as error:
+            yield Unreadable(found.slot.seq, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +208,8 @@ class Choice:
 
 def choose(store: ObjectStore, at: Position, text: str) -> Choice:
     """The snapshot that people mean by `text`: `latest`, its number, or digits that only one number begins with.
+
+    `latest` is the newest that was not forgotten; by its number a forgotten one is found too.
 
     Raises NothingPublished if there is no snapshot at all, ConfigError if `text` names none or several, and the error
     of the slot if exactly that one cannot be used.
@@ -234,18 +244,11 @@ def _latest(store: ObjectStore, at: Position) -> Choice:
     """The newest snapshot that can be read and was not forgotten."""
     skipped = [] if at.gap is None else [at.gap]
     forgotten: set[int] = set()
-    for found in walk(store, at.tail):
+    for found in snapshots(store, at.tail, forgotten=forgotten):
         if isinstance(found, Unreadable):
             skipped.append(found)
-            continue
-        slot = found.slot
-        try:
-            if slot.kind == "forget":
-                forgotten |= log.forgotten_by(slot)
-            elif slot.kind == "snapshot" and slot.seq not in forgotten:
-                return Choice(Snapshot.from_slot(slot), tuple(skipped))
-        except Damaged as error:
-            skipped.append(Unreadable(slot.seq, error))
+        elif found.id not in forgotten:
+            return Choice(found, tuple(skipped))
     if skipped:
         raise skipped[0].error
     raise all_forgotten(forgotten) if forgotten else nothing_published(store)

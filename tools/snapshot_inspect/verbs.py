@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from recovery import pins
 from recovery.errors import Damaged, FormatNotUnderstood, NothingPublished, RecoveryError
 from recovery.model import ENDED, OPEN
 from recovery.snapshots import Snapshot
@@ -25,7 +26,7 @@ from snapshot_inspect.parents import Below, side_by_side
 from snapshot_inspect.places import Place, ledger_codec, open_folder, open_place, place_below, segment_codec
 from snapshot_inspect.progress import progress_on
 from snapshot_inspect.render import Screen
-from snapshot_inspect.survey import Choice, Unreadable, choose, nothing_published, position, snapshots
+from snapshot_inspect.survey import Choice, Position, Unreadable, choose, nothing_published, position, snapshots
 from snapshot_inspect.tokenizer import Texts
 from snapshot_inspect.verify import verify
 
@@ -52,14 +53,19 @@ def list_(args: Namespace, now: float) -> Answer:
     ledger_keys = {item.key for item in place.store.list("ledger/")}
     found: list[Snapshot | Unreadable] = [] if at.blocked is None else [at.blocked]
     n = 0
-    for item in snapshots(place.store, at.top, whole=args.last is None):
+    forgotten: set[int] = set()
+    for item in snapshots(place.store, at.top, whole=args.last is None, forgotten=forgotten):
         found.append(item)
         n += isinstance(item, Snapshot)
         if n == args.last:
             break
     if not found:
         raise nothing_published(place.store)
-    rows = [documents.list_row(place, item, ledger_keys, now) for item in reversed(found)]
+    pinned = pins.listed(place.store)
+    rows = [
+        documents.list_row(place, item, ledger_keys, now, pinned=pinned, forgotten=forgotten)
+        for item in reversed(found)
+    ]
     bad = [item.error for item in found if isinstance(item, Unreadable)]
     return Answer(worst(bad), rows, lambda screen: views.snapshots(screen, rows))
 
@@ -108,12 +114,21 @@ def show(args: Namespace, now: float) -> Answer:
     at = position(place.store)
     choice = choose(place.store, at, args.id)
     snapshot = choice.snapshot
-    newest_one = snapshot if args.id == "latest" else choose(place.store, at, "latest").snapshot
+    newest_one, left = _latest(place, at) if args.id != "latest" else (snapshot.id, True)
+    forgotten = None if newest_one > snapshot.id else not (left and newest_one == snapshot.id)
     earlier = snapshots(place.store, snapshot.id - 1)
     previous = next((item for item in earlier if isinstance(item, Snapshot)), None)
-    document = documents.show(place, snapshot, newest_one.id, previous, now)
+    document = documents.show(place, snapshot, newest_one, previous, now, forgotten=forgotten)
     code = Damaged.exit_code if document["problems"] else 0
     return Answer(code, [document], lambda screen: views.show(screen, document), notes_of(choice))
+
+
+def _latest(place: Place, at: Position) -> tuple[int, bool]:
+    """The newest snapshot that was not forgotten, or the newest of all if none is left; and whether one is."""
+    try:
+        return choose(place.store, at, "latest").snapshot.id, True
+    except NothingPublished:
+        return max(item.id for item in snapshots(place.store, at.tail) if isinstance(item, Snapshot)), False
 
 
 def verify_(args: Namespace, now: float) -> Answer:

@@ -16,10 +16,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from recovery import pins
 from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood, ObjectMissing
 from recovery.layout import SEGMENTS
 from recovery.ledger import Ledger
-from recovery.log import Slot, slot_key
+from recovery.log import Slot, forgotten_by, slot_key
 from recovery.ports import LedgerCodec, SegmentCodec
 from recovery.slots import Read
 from recovery.snapshots import MAX_JSON_BYTES, ObjectRef, Snapshot, get_object
@@ -138,6 +139,7 @@ class _Work:
         self._slots: list[Slot] = []
         self._snapshots: list[Snapshot] = []
         self._log: list[Problem] = []
+        self._forgotten: set[int] = set()
         self._own: dict[int, list[Problem]] = defaultdict(list)
         self._bad: dict[str, list[Problem]] = {}
         self._states: dict[ObjectRef, bytes | Problem] = {}
@@ -151,8 +153,13 @@ class _Work:
         for found in walk(self._store, self._at.top, whole=True):
             if isinstance(found, Unreadable):
                 self._log.append(Problem.of(slot_key(found.seq), found.error))
-            else:
-                self._slots.append(found.slot)
+                continue
+            self._slots.append(found.slot)
+            try:
+                if found.slot.kind == "forget":
+                    self._forgotten |= forgotten_by(found.slot)
+            except Damaged as error:
+                self._log.append(Problem.of(slot_key(found.slot.seq), error))
         self.result.tally.slots = len(self._slots)
 
     # ---- ledgers, states, and which segments there have to be ------------------------------------------------------
@@ -220,7 +227,16 @@ class _Work:
     def conclude(self) -> None:
         self._collected = Collected(self._store, self._slots_now())
         others = self._log + self._collected.problems
-        statuses, findings = judge(self._snapshots, self._lineages, self._own, self._bad, others, self._collected)
+        statuses, findings = judge(
+            self._snapshots,
+            self._lineages,
+            self._own,
+            self._bad,
+            others,
+            self._collected,
+            pinned=pins.listed(self._store),
+            forgotten=self._forgotten,
+        )
         self.result.snapshots, self.result.findings = statuses, findings
         self.result.tally.snapshots = sum(status.status != COLLECTED for status in statuses)
         sound = [status.id for status in statuses if status.status == SOUND]
@@ -264,7 +280,7 @@ class _Work:
     def _adoption(self) -> Adopted:
         """Tried on the newest sound snapshot."""
         base = next((s for s in self._snapshots if s.id == self.result.restore_from), None)
-        if base is None:
+        if base is None or max(self._forgotten, default=0) > base.id:
             return Adopted()
         ledger, flushed = self._lineages.ledger_of(base)
         collected = self._collected.named_after(base.id)

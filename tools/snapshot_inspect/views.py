@@ -50,7 +50,8 @@ def _snapshot_row(row: Document) -> list[str]:
         word = "damaged" if row["understood"] else "not understood"
         return [str(row["id"]), *[""] * 10, f"{word}: {row['reason']}"]
     counts = row["counts"]
-    note = "" if row["ledger_present"] else "its ledger is gone"
+    marks = {"pinned": row["pinned"], "forgotten": row["forgotten"], "its ledger is gone": not row["ledger_present"]}
+    note = ", ".join(text for text, true in marks.items() if true)
     return [
         str(row["id"]),
         _utc(row),
@@ -84,6 +85,8 @@ def _store_row(row: Document) -> list[str]:
 
 def latest(screen: Screen, document: Document) -> None:
     facts = _snapshot_facts(document)
+    if document["forgotten"]:
+        facts.append(("forgotten", f"{_ids(document['forgotten'])}, and what was flushed after this snapshot"))
     if document["newer"]:
         facts.append(("newer slots", ", ".join(f"{slot['seq']} {slot['kind']}" for slot in document["newer"][:_MOST])))
     if document["checked"]:
@@ -111,6 +114,8 @@ def _snapshot_facts(document: Document) -> list[Fact]:
         ("calls", calls),
         ("tokens", f"{_number(counts['tokens'])} in {count_text(counts['chunks'], 'chunk')}, {sizes}"),
     ]
+    if document["pinned"]:
+        facts.append(("pinned", "it is not collected, whatever is published after it"))
     return facts
 
 
@@ -151,6 +156,8 @@ def show(screen: Screen, document: Document) -> None:
 
 
 def _place_in_log(document: Document) -> str:
+    if document["forgotten"]:
+        return f"forgotten; the latest is {document['latest']}"
     return "the latest" if document["id"] == document["latest"] else f"the latest is {document['latest']}"
 
 
@@ -160,7 +167,7 @@ def verification(screen: Screen, document: Document) -> None:
         ("store", f"format {document['format']['version']}, written by {document['format']['writer'] or 'unknown'}"),
         ("log", f"{count_text(checked['slots'], 'slot')}, the newest is {document['tail']}"),
     ]
-    for status in ("sound", "collected", "damaged", "not_understood"):
+    for status in ("sound", "collected", "forgotten", "damaged", "not_understood"):
         ids = [item["id"] for item in document["snapshots"] if item["status"] == status]
         if ids:
             facts.append((status.replace("_", " "), _ids(ids)))
