@@ -16,7 +16,7 @@ from storage_backends.testing import s3_proxy as faults
 from storage_backends.testing.s3_proxy import FaultProxy
 from storage_backends.testing.servers import BUCKET, Server
 from tests.fake_engine import Life, reference_answers
-from tests.lives import ids, worked
+from tests.lives import ids, objects_of, worked
 from tests.test_slots import all_slots
 
 pytest_plugins = ["storage_backends.testing.s3_fixtures"]
@@ -71,7 +71,7 @@ def test_s6_a_missing_object_is_not_found_or_not_permitted(place: Place, what: s
     """Nothing can be concluded from 403: no older snapshot is taken instead, nothing is called damaged."""
     life = worked(place.whole)
     newest = ids(life)[-1]
-    place.whole.delete(place.whole.list(what)[-2 if what == "seg/" else -1].key)
+    place.whole.delete(next(key for key in objects_of(place.whole, newest) if key.startswith(what)))
     with pytest.raises(NotFoundOrRefused, match=rf"GetObject of .*/{what}.*not found or no permission") as caught:
         Life(place.unlisted, 2, choice=newest)
     assert caught.value.exit_code == 12 and "s3:ListBucket" in caught.value.hint
