@@ -337,6 +337,11 @@ class SlotLog:
                 except (Retry, CredentialsRefused) as second:
                     unknown = second
                     continue
+            except CredentialsRefused as error:
+                if unknown is None:  # refused at once: nothing was written
+                    raise
+                unknown = error
+                continue
             if found is None:
                 continue
             outcome = log.classify(slot, found.slot)

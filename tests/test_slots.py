@@ -196,6 +196,29 @@ def deaf_append(one: SlotLog, inner: ObjectStore, lands: bool) -> Slot:
     return one._unsettled
 
 
+@pytest.mark.parametrize("lands", [True, False])
+def test_s7_a_lost_answer_after_which_credentials_run_out_stays_unknown(lands: bool) -> None:
+    """S7: what was sent before they ran out may be there: not acknowledged, settled when they are renewed."""
+    store = MemoryStore()
+    one = claimed(store)
+    first = (RaiseAfter if lands else RaiseBefore)(StoreUnavailable("reset"))
+    one._store = FaultyStore(store, [first, *[RaiseBefore(CredentialsRefused("expired"))] * 20])
+    with pytest.raises(OutcomeUnknown, match="could not learn whether log slot 2 was written: expired"):
+        one.append("snapshot", {"n": 1})
+    with pytest.raises(CredentialsRefused):
+        one.settle()
+    one._store = store
+    settled = one.settle()
+    assert (settled is not None) == lands
+    assert one.append("snapshot", {"n": 2}).seq == (3 if lands else 2)
+    refusing = FaultyStore(store, [RaiseBefore(CredentialsRefused("no"))])
+    one._store = refusing
+    with pytest.raises(CredentialsRefused, match="no"):
+        one.append("snapshot", {"n": 3})
+    one._store = store
+    assert one.settle() is None, "what was refused at once is known not to be there"
+
+
 def test_an_unknown_outcome_that_landed_is_settled_before_anything_else() -> None:
     store = MemoryStore()
     one = claimed(store)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from prefix_recovery import row_writer, waiting
+from prefix_recovery import job, row_writer, waiting
+from prefix_recovery.progress import Progress
 from prefix_recovery.row_writer import RowWriter
 from prefix_recovery.waiting import FIRST_PAUSE_S, LONGEST_PAUSE_S, Notices
 from recovery.compactor import CompactionCounters
@@ -165,3 +167,28 @@ def test_c8_being_fenced_ends_the_rows() -> None:
 
     asyncio.run(scenario())
     assert output.rows == []
+
+
+def test_a_run_says_what_waits_in_its_store_and_its_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ticker of `prefix-recovery run`, with what a session and a dispatch tell."""
+    monkeypatch.setattr(job, "TICK_S", 0.001)
+    session, dispatch = SimpleNamespace(troubles=[full("snapshots", stands=7)]), SimpleNamespace(trouble=full("rows"))
+    said = ""
+
+    async def scenario() -> None:
+        nonlocal said
+        ticker = asyncio.create_task(job._tick(Progress(3, 0, lambda: 0), session, dispatch))  # type: ignore[arg-type]
+        for _ in range(5000):
+            said += capsys.readouterr().err
+            if said.count("-> free space") == 2:
+                session.troubles, dispatch.trouble = [], None
+            if said.count("nothing was lost") == 2:
+                break
+            await asyncio.sleep(0.002)
+        ticker.cancel()
+
+    asyncio.run(scenario())
+    assert "no snapshot can be published" in said and "12 finished rows wait in memory" in said
+    assert "snapshots are published again" in said and "the finished rows were appended" in said

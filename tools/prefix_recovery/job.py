@@ -41,6 +41,8 @@ from storage_backends import open_store
 from vllm_hooks import RecoverySession, surface
 from vllm_hooks.start import open_session
 
+TICK_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
@@ -240,10 +242,10 @@ class _Run:
 
 
 async def _tick(progress: Progress, session: RecoverySession, dispatch: Dispatch) -> None:
-    """Once a second: the figures, and what cannot be saved."""
+    """Once in TICK_S: the figures, and what cannot be saved."""
     notices = Notices()
     while True:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(TICK_S)
         progress.tick()
         rows = dispatch.trouble
         for line in notices.lines(time.monotonic(), [*session.troubles, *([rows] if rows is not None else [])]):
