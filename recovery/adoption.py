@@ -13,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from recovery.errors import CredentialsRefused, Damaged, FormatNotUnderstood, RecoveryError
@@ -74,7 +74,7 @@ def _flushed(store: ObjectStore, epoch: int) -> list[Listed]:
         raise CredentialsRefused(error.message, hint=f"{error.hint}; {by_id}") from error
 
 
-def _apply(ledger: Ledger, info: SegmentInfo, records: list[Record], adoption: Adoption) -> None:
+def _apply(ledger: Ledger, info: SegmentInfo, records: Sequence[Record], adoption: Adoption) -> None:
     ledger.describe(info)
     used = False
     for at in coordinates_of(records, info.key):

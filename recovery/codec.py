@@ -13,14 +13,15 @@ Source of the construction: length-prefixed hashing with a domain string, as in 
 
 from __future__ import annotations
 
-import hashlib
 import json
+import struct
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
-from recovery.model import Array, CallId, Chunk, Int32Array, Request
+from recovery.model import Array, CallId, Chunk, Int32Array, PolicyVersion, Request, wide_columns
 
 _CHUNK = b"prefix-recovery chunk 1\0"
 _REQUEST = b"prefix-recovery request 1\0"
@@ -55,12 +56,15 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def sha256_hex(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+    return sha256(data).hexdigest()
 
 
 def fingerprint(must: Mapping[str, Any]) -> str:
     """32 hex digits that stand for the fields of which a difference refuses a restore."""
     return sha256_hex(canonical_json(must))[:32]
+
+
+_U64 = struct.Struct("<Q").pack
 
 
 def _u64(value: int) -> bytes:
@@ -83,43 +87,64 @@ def _le_values(values: Array) -> bytes:
 
 def chunk_digest(chunk: Chunk) -> bytes:
     """16 bytes over call, position, version, tokens, logprobs, mask and wide columns; not over the attempt."""
-    state = hashlib.sha256(_CHUNK)
-    state.update(chunk.call_id)
-    state.update(_u64(chunk.start))
-    state.update(_lp(chunk.version.lineage.encode()))
-    state.update(_u64(chunk.version.number))
-    state.update(_u64(chunk.token_ids.shape[0]))
-    state.update(_le_int32(chunk.token_ids))
-    if chunk.logprobs is None:
-        state.update(b"\0")
-    else:
-        state.update(b"\1" + np.ascontiguousarray(chunk.logprobs, dtype="<f4").tobytes())
-    state.update(np.ascontiguousarray(chunk.mask, dtype="u1").tobytes())
-    if chunk.columns:
-        columns = chunk.wide()
-        state.update(_u64(len(columns)))
-        for name, type_, width in columns:
-            state.update(_lp(name.encode()) + _lp(type_.encode()) + _u64(width))
-            state.update(_le_values(chunk.columns[name]))
-    return state.digest()[:16]
+    n_tokens = chunk.token_ids.shape[0]
+    call_ids = np.frombuffer(chunk.call_id, np.uint8).reshape(1, -1)
+    return digest_of(
+        chunk_heads(call_ids, np.array([chunk.start]), np.array([n_tokens]), chunk.version).tobytes(),
+        _le_int32(chunk.token_ids),
+        b"" if chunk.logprobs is None else np.ascontiguousarray(chunk.logprobs, dtype="<f4").tobytes(),
+        np.ascontiguousarray(chunk.mask, dtype="u1").tobytes(),
+        wide_content(chunk.columns, n_tokens),
+    )
+
+
+Bytes = bytes | memoryview
+
+
+def digest_of(head: Bytes, token_ids: Bytes, logprobs: Bytes, mask: Bytes, wide: bytes) -> bytes:
+    """The digest of a chunk from the bytes of its parts; no `logprobs` means that it has none."""
+    flag = b"\1" if len(logprobs) else b"\0"
+    return sha256(b"".join((head, token_ids, flag, logprobs, mask, wide))).digest()[:16]
+
+
+def chunk_heads(call_ids: Array, starts: Array, n_tokens: Array, version: PolicyVersion) -> Array:
+    """What is hashed of chunks of one version before their tokens, a row each. `call_ids`: bytes, a row each."""
+    told = _lp(version.lineage.encode()) + _u64(version.number)
+    parts = (
+        np.frombuffer(_CHUNK, np.uint8),
+        call_ids,
+        starts.astype("<u8").view(np.uint8).reshape(-1, 8),
+        np.frombuffer(told, np.uint8),
+        n_tokens.astype("<u8").view(np.uint8).reshape(-1, 8),
+    )
+    return np.concatenate([np.broadcast_to(part, (len(starts), part.shape[-1])) for part in parts], axis=1)
+
+
+def wide_content(columns: Mapping[str, Array], n_tokens: int) -> bytes:
+    """What of a chunk's wide columns is hashed."""
+    if not columns:
+        return b""
+    wide = wide_columns(columns, n_tokens)
+    parts = [_u64(len(wide))]
+    for name, type_, width in wide:
+        parts += [_lp(name.encode()), _lp(type_.encode()), _u64(width), _le_values(columns[name])]
+    return b"".join(parts)
 
 
 def request_digest(request: Request) -> bytes:
-    """16 bytes over everything that the caller asks for: prompt ids, sampling, extra.
+    """16 bytes over everything that decides what the engine is asked: prompt ids, sampling, extra."""
+    sampling, extra = canonical_json(dict(request.sampling)), canonical_json(dict(request.extra))
+    return request_digest_of(_le_int32(request.prompt_token_ids), sampling, extra)
 
-    Not over the seed that admission gave the call: the same request is the same call with whatever seed it was drawn.
-    """
-    extra = {name: value for name, value in request.extra.items() if name != "draws"}
-    state = hashlib.sha256(_REQUEST)
-    state.update(_u64(request.prompt_token_ids.shape[0]))
-    state.update(_le_int32(request.prompt_token_ids))
-    state.update(_lp(canonical_json(dict(request.sampling))))
-    state.update(_lp(canonical_json(extra)))
-    return state.digest()[:16]
+
+def request_digest_of(prompt_token_ids: Bytes, sampling: bytes, extra: bytes) -> bytes:
+    """The digest of a request from its parts: little-endian ids, and canonical JSON."""
+    n = _U64(len(prompt_token_ids) // 4)
+    return sha256(b"".join((_REQUEST, n, prompt_token_ids, _lp(sampling), _lp(extra)))).digest()[:16]
 
 
 def call_id(rollout: str, turn: int, digest: bytes) -> CallId:
     """The name of a call: the same request under the same name is the same call in every process."""
-    state = hashlib.sha256(_CALL)
+    state = sha256(_CALL)
     state.update(_lp(rollout.encode()) + _u64(turn) + digest)
     return CallId(state.digest()[:16])

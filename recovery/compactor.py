@@ -26,8 +26,9 @@ from recovery.codec import chunk_digest, request_digest
 from recovery.compaction import Limits, Part, Round
 from recovery.errors import Damaged, DigestMismatch, RecoveryError, SnapshotAbandoned
 from recovery.ledger import ChunkAt, Coordinates, Ledger, OpenedAt
-from recovery.model import Chunk, ChunkRef, Opened, Record, RecordRef, SegmentInfo, raw_nbytes
+from recovery.model import Chunk, ChunkRef, Opened, Record, RecordRef, SegmentInfo
 from recovery.ports import Entropy, ObjectStore, SegmentCodec
+from recovery.records import raw_nbytes
 from recovery.staging import SEGMENT_RECORDS, coordinates_of
 
 SEGMENT_RAW_NBYTES = 64 << 20

@@ -95,6 +95,10 @@ class Names:
             self.versions.append(version)
         return number
 
+    def known_version(self, version: PolicyVersion) -> int:
+        """Its number, -1 if it has none."""
+        return self._version_numbers.get(version, -1)
+
     def pack(self, ref: ChunkRef) -> bytes:
         """Raises ValueError for a chunk that no ledger can hold."""
         try:

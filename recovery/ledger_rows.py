@@ -75,15 +75,15 @@ def merge(entries: dict[CallId, Entry], rows: LedgerRows, unsettled: set[CallId]
 
     `unsettled` are calls of which no whole row has come yet. Raises Damaged; then `entries` are of no further use.
     """
-    _check_chunks(rows)
+    begins, ends = _check_chunks(rows)
     names, packed = rows.names, rows.packed
     bounds = rows.bounds * PACKED.itemsize
     columns = zip(
         rows.call_ids, rows.attempts, rows.states, rows.n_tokens, rows.kept, rows.identities, rows.ended,
-        rows.histories, bounds[:-1].tolist(), bounds[1:].tolist(),
+        rows.histories, bounds[:-1].tolist(), bounds[1:].tolist(), begins, ends,
         strict=True,
     )  # fmt: skip
-    for call_id, attempt, state, n_tokens, kept, identity, ended, history, first, last in columns:
+    for call_id, attempt, state, n_tokens, kept, identity, ended, history, first, last, begin, end in columns:
         old = entries.get(call_id)
         if state == DROPPED:
             if kept or first != last:
@@ -95,27 +95,26 @@ def merge(entries: dict[CallId, Entry], rows: LedgerRows, unsettled: set[CallId]
             raise Damaged(f"call {call_id.hex()}: {state} is no state of a call")
         if (state == ENDED) != (ended is not None):
             raise Damaged(f"call {call_id.hex()}: its state and its end do not fit each other")
-        new = packed[first:last]
         if old is None:
             if kept or identity is None or history is None:
                 unsettled.add(call_id)  # invariant 2
                 continue
             unsettled.discard(call_id)
             old = entries[call_id] = Entry(call_id, attempt, identity, ChunkRefs(names, bytearray()))
-        chunks = old.chunks
-        if kept != len(chunks):
-            if kept > len(chunks):
-                raise Damaged(f"call {call_id.hex()}: {kept} chunks should have been kept, there are {len(chunks)}")
-            chunks.cut(kept)
-        end = chunks.stop
-        if new:
-            begin = int.from_bytes(new[8:12], "little")
-            if begin != end:
-                raise Damaged(f"call {call_id.hex()}: a chunk starts at {begin} where {end} is next")
-            chunks.packed += new
-            end = chunks.stop
-        if end != n_tokens:
-            raise Damaged(f"call {call_id.hex()}: {end} tokens are listed, {n_tokens} stated")
+        size, at = kept * PACKED.itemsize, old.n_tokens
+        if size != len(old.chunks.packed):
+            if size > len(old.chunks.packed):
+                n = len(old.chunks)
+                raise Damaged(f"call {call_id.hex()}: {kept} chunks should have been kept, there are {n}")
+            old.chunks.cut(kept)
+            at = old.chunks.stop
+        if first != last:
+            if begin != at:
+                raise Damaged(f"call {call_id.hex()}: a chunk starts at {begin} where {at} is next")
+            old.chunks.packed += packed[first:last]
+            at = end
+        if at != n_tokens:
+            raise Damaged(f"call {call_id.hex()}: {at} tokens are listed, {n_tokens} stated")
         old.attempt, old.state, old.n_tokens, old.ended = attempt, state, n_tokens, ended
         if identity is not None:
             old.identity = identity
@@ -123,17 +122,20 @@ def merge(entries: dict[CallId, Entry], rows: LedgerRows, unsettled: set[CallId]
             old.history = history
 
 
-def _check_chunks(rows: LedgerRows) -> None:
-    """The chunks of each row follow one another, and none is empty."""
-    chunks = rows.chunks
-    stops = chunks["start"].astype(np.int64) + chunks["n_tokens"]
+def _check_chunks(rows: LedgerRows) -> tuple[list[int], list[int]]:
+    """The chunks of each row follow one another, and none is empty. Returns where those of each row begin and end."""
+    chunks, bounds = rows.chunks, rows.bounds
+    starts = chunks["start"].astype(np.int64)
+    stops = starts + chunks["n_tokens"]
     follows = np.ones(len(chunks), np.bool_)
-    follows[1:] = chunks["start"][1:] == stops[:-1]
-    bounds = rows.bounds
+    follows[1:] = starts[1:] == stops[:-1]
     follows[bounds[:-1][bounds[:-1] < len(chunks)]] = True  # the first of a row: that depends on what it continues
     wrong = np.flatnonzero(~follows | (chunks["n_tokens"] < 1))
     if wrong.size:
         at = int(wrong[0])
         call_id = rows.call_ids[int(np.searchsorted(bounds, at, "right")) - 1]
-        where = stops[at - 1] if at and not follows[at] else chunks["start"][at]
-        raise Damaged(f"call {call_id.hex()}: a chunk starts at {chunks['start'][at]} where {where} is next")
+        where = starts[at] if follows[at] else stops[at - 1]
+        raise Damaged(f"call {call_id.hex()}: a chunk starts at {starts[at]} where {where} is next")
+    if not len(chunks):
+        return [0] * len(rows), [0] * len(rows)
+    return starts[np.minimum(bounds[:-1], len(chunks) - 1)].tolist(), stops[bounds[1:] - 1].tolist()

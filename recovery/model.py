@@ -205,18 +205,6 @@ Record = Opened | Chunk | Ended
 """What a segment holds, in the order in which it was captured."""
 
 
-def raw_nbytes(record: Record) -> int:
-    """An upper bound of what a record takes in a batch, but for its texts."""
-    match record:
-        case Chunk():
-            wide = sum(values.nbytes for values in record.columns.values())
-            return 16 * int(record.token_ids.shape[0]) + wide + 256
-        case Opened():
-            return 4 * int(record.request.prompt_token_ids.shape[0]) + 256
-        case _:
-            return 256
-
-
 @dataclass(frozen=True, slots=True)
 class BatchInfo:
     """One separately readable part of a segment: bytes [offset, offset + length), their crc32c, its records."""

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from recovery.ledger_columns import LedgerRows, Names
 from recovery.model import Record, SegmentInfo
+from recovery.records import Records
 
 
 class Put(enum.Enum):
@@ -78,13 +79,13 @@ class SegmentCodec(Protocol):
     def describe(self, key: str, data: bytes) -> SegmentInfo:
         """Coordinates of a listed segment. Checks `data` against the crc32c in `key` before parsing."""
 
-    def decode(self, data: bytes, info: SegmentInfo | None) -> list[Record]:
+    def decode(self, data: bytes, info: SegmentInfo | None) -> Records:
         """All records in order, each with its digest checked. With `info`, length and crc32c are checked first.
 
         Raises Damaged or FormatNotUnderstood on anything mangled; never crashes.
         """
 
-    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> list[Record]:
+    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         """Records of one batch, from the bytes of that batch alone."""
 
 

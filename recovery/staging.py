@@ -25,12 +25,12 @@ from dataclasses import dataclass, replace
 
 from recovery.buffer import Run
 from recovery.calls import Captured
-from recovery.codec import chunk_digest, request_digest
 from recovery.errors import RecoveryError
 from recovery.layout import segment_stem
 from recovery.ledger import ChunkAt, Coordinates, EndedAt, OpenedAt
-from recovery.model import Chunk, ChunkRef, Ended, Identity, Opened, Record, RecordRef, SegmentInfo, raw_nbytes
+from recovery.model import CallId, ChunkRef, Identity, Record, RecordRef, SegmentInfo
 from recovery.ports import Entropy, ObjectStore, SegmentCodec
+from recovery.records import CHUNK, Records, raw_nbytes
 
 SEGMENT_RECORDS, SEGMENT_RAW_NBYTES = 1 << 14, 512 << 20
 """A segment has at most so many records, and so many bytes before it is compressed: so that every codec can write it
@@ -70,27 +70,30 @@ class StagingCounters:
 
 def coordinates_of(records: Sequence[Record], segment: str) -> tuple[Coordinates, ...]:
     """What the ledger needs to know of `records` stored in order as `segment`."""
-    return tuple(_coordinates(record, RecordRef(segment, index)) for index, record in enumerate(records))
-
-
-def _coordinates(record: Record, at: RecordRef) -> Coordinates:
-    match record:
-        case Opened():
-            request = record.request
-            identity = Identity(
-                rollout=request.rollout,
-                turn=request.turn,
-                request_digest=request_digest(request),
-                source_digest=request.source_digest,
-                restart_only=request.restart_only,
-                opened=at,
-            )
-            return OpenedAt(record.call_id, record.attempt, identity)
-        case Chunk():
-            ref = ChunkRef(at, record.start, len(record.token_ids), chunk_digest(record), record.version)
-            return ChunkAt(record.call_id, record.attempt, ref)
-        case Ended():
-            return EndedAt(record.call_id, record.attempt, record.n_tokens, record.finish_reason, record.stop_reason)
+    whole = Records.of(records)
+    digests = whole.digests.tolist()
+    attempts, starts, n_tokens = whole.attempts.tolist(), whole.starts.tolist(), whole.n_tokens.tolist()
+    found: list[Coordinates] = []
+    for index, (key, version) in enumerate(zip(whole.call_ids.tolist(), whole.version_at.tolist(), strict=True)):
+        at, call_id, attempt = RecordRef(segment, index), CallId(key), attempts[index]
+        if version >= 0:
+            ref = ChunkRef(at, starts[index], n_tokens[index], digests[index], whole.versions[version])
+            found.append(ChunkAt(call_id, attempt, ref))
+            continue
+        if (end := whole.ends.get(index)) is not None:
+            found.append(EndedAt(call_id, attempt, starts[index], *end))
+            continue
+        request = whole.requests[index]
+        identity = Identity(
+            rollout=request.rollout,
+            turn=request.turn,
+            request_digest=digests[index],
+            source_digest=request.source_digest,
+            restart_only=request.restart_only,
+            opened=at,
+        )
+        found.append(OpenedAt(call_id, attempt, identity))
+    return tuple(found)
 
 
 class Stager:
@@ -189,7 +192,7 @@ class Stager:
             self._on_staged(staged)  # last: who is told may want the next flush, and must not find this one queued
         return failure
 
-    def _next_records(self) -> list[Record]:
+    def _next_records(self) -> Records:
         """The first records of the backlog, as many as one segment takes; at least one."""
         records: list[Record] = []
         nbytes = 0
@@ -199,9 +202,9 @@ class Stager:
             if records and nbytes > SEGMENT_RAW_NBYTES:
                 break
             records.append(record)
-        return records
+        return Records.of(records)
 
-    def _store_segment(self, records: list[Record]) -> Staged:
+    def _store_segment(self, records: Records) -> Staged:
         self._flush += 1
         stem = segment_stem(self._epoch, self.writer, self._flush, self._entropy.hex(4))
         segment = self._codec.encode(records, stem)
@@ -212,7 +215,7 @@ class Stager:
         staged = Staged(segment.info, coordinates_of(records, segment.info.key), self.writer, self._flush)
         self.counters.flushes += 1
         self.counters.nbytes += len(segment.data)
-        self.counters.tokens += sum(len(r.token_ids) for r in records if isinstance(r, Chunk))
+        self.counters.tokens += int(records.n_tokens[records.kinds == CHUNK].sum())
         self._staged.append(staged)
         return staged
 

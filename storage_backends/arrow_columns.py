@@ -27,7 +27,7 @@ DIGEST = pa.binary(16)
 # ---- building ------------------------------------------------------------------------------------------------
 
 
-def uint32(values: Sequence[int], name: str) -> pa.Array:
+def uint32(values: Sequence[int] | Array, name: str) -> pa.Array:
     try:
         wide = np.array(values, dtype=np.int64)
     except OverflowError as error:
@@ -37,14 +37,10 @@ def uint32(values: Sequence[int], name: str) -> pa.Array:
     return pa.array(wide.astype(np.uint32))
 
 
-def digests(values: Sequence[bytes | None], name: str) -> pa.Array:
-    """A column of 16-byte strings, or nulls."""
-    present = np.fromiter((value is not None for value in values), np.bool_, len(values))
-    joined = b"".join(bytes(16) if value is None else value for value in values)
-    if len(joined) != 16 * len(values) or not all(value is None or len(value) == 16 for value in values):
-        raise ValueError(f"{name} has to have 16 bytes")
-    bitmap = None if present.all() else pa.py_buffer(np.packbits(present, bitorder="little").tobytes())
-    return pa.Array.from_buffers(DIGEST, len(values), [bitmap, pa.py_buffer(joined)])
+def digests(values: Array, present: Array | None = None) -> pa.Array:
+    """A column of 16-byte strings (dtype V16), some of which may be null."""
+    bitmap = None if present is None or present.all() else pa.py_buffer(np.packbits(present, bitorder="little"))
+    return pa.Array.from_buffers(DIGEST, len(values), [bitmap, pa.py_buffer(np.ascontiguousarray(values))])
 
 
 def offsets(lengths: Iterable[int]) -> Array:
@@ -98,6 +94,26 @@ def sixteens(column: pa.Array) -> Array:
 def digest_values(column: pa.Array) -> list[bytes]:
     """The 16 bytes of each element; of a null, any."""
     return sixteens(column).tolist()
+
+
+def versions(lineage: pa.Array, number: pa.Array, wanted: Array) -> tuple[list[tuple[str, int]], Array, Array]:
+    """The distinct versions of two columns, which of them each row has (-1: none), and the rows that are wrong.
+
+    A version has both parts, and its lineage is not empty; exactly the `wanted` rows have one.
+    """
+    texts = lineage.dictionary_encode()
+    names = texts.dictionary.to_pylist()
+    text_at = texts.indices.fill_null(0).to_numpy()
+    empty = np.array([name == "" for name in names] or [False])
+    has = present(lineage)
+    wrong = (has != wanted) | (present(number) != wanted) | (has & empty[text_at])
+    numbers, number_at = np.unique(number.fill_null(0).to_numpy(), return_inverse=True)
+    rows = wanted & ~wrong
+    pairs, pair_at = np.unique((number_at * max(1, len(names)) + text_at)[rows], return_inverse=True)
+    at = np.full(len(wanted), -1, np.int64)
+    at[rows] = pair_at
+    found = [(names[pair % len(names)], int(numbers[pair // len(names)])) for pair in pairs.tolist()]
+    return found, at, wrong
 
 
 def list_values(column: pa.Array, name: str, what: str) -> tuple[pa.Array, Array]:

@@ -174,26 +174,45 @@ def read_batches(
 
     `nbytes_max`: what all of them may claim to become together.
     """
-    claimed = 0
-    for frame in parts.batches:
-        try:
-            shape = _shape(data, frame)
-            _check_batch(shape, rows_max)
-        except _MANGLED as error:
-            raise Damaged(f"{what} has a batch at byte {frame.offset} that cannot be read: {error}") from error
-        claimed += shape.nbytes
+    for batches in read_groups(data, parts, rows_max, what, 0, nbytes_max):
+        yield from batches
+
+
+def read_groups(
+    data: bytes, parts: Parts, rows_max: int, what: str, together: int, nbytes_max: int | None = None
+) -> Iterator[list[pa.RecordBatch]]:
+    """The same, several at a time: as many as claim to become up to `together` bytes, at least one."""
+    shapes = [_measured(data, frame, rows_max, what) for frame in parts.batches]
+    claimed = sum(shape.nbytes for shape in shapes)
     if nbytes_max is not None and claimed > nbytes_max:
         raise Damaged(f"{what} claims {claimed} bytes in {len(data)}; at most {nbytes_max} are allowed")
     # The messages of a file are those of a stream; read as such, they are exactly the ones measured (invariant 1).
     stream = pa.py_buffer(data).slice(parts.schema.offset)
+    group: list[pa.RecordBatch] = []
+    nbytes = 0
     try:
         with pa.ipc.open_stream(stream, options=pa.ipc.IpcReadOptions(use_threads=False)) as reader:
-            for _ in parts.batches:
+            for shape in shapes:
+                if group and nbytes + shape.nbytes > together:
+                    yield group
+                    group, nbytes = [], 0
                 batch = reader.read_next_batch()
                 batch.validate(full=True)
-                yield batch
+                group.append(batch)
+                nbytes += shape.nbytes
     except (*_MANGLED, StopIteration) as error:
         raise Damaged(f"{what} has a batch that cannot be read: {error}") from error
+    if group:
+        yield group
+
+
+def _measured(data: bytes, frame: Frame, rows_max: int, what: str) -> BatchShape:
+    try:
+        shape = _shape(data, frame)
+        _check_batch(shape, rows_max)
+    except _MANGLED as error:
+        raise Damaged(f"{what} has a batch at byte {frame.offset} that cannot be read: {error}") from error
+    return shape
 
 
 def read_message(message: bytes, schema: pa.Schema, rows_max: int, what: str) -> pa.RecordBatch:

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,10 +22,12 @@ import pyarrow as pa
 
 from recovery.errors import Damaged
 from recovery.ledger_columns import PACKED, LedgerRows, Names, PackedChunks
-from recovery.model import DROPPED, ENDED, CallId, PolicyVersion
+from recovery.model import DROPPED, ENDED, CallId, Identity, PolicyVersion, RecordRef
 from storage_backends import arrow_columns as columns
 from storage_backends import arrow_file, ledger_texts, strict_json
 from storage_backends.arrow_columns import Array
+from storage_backends.keys import is_key
+from storage_backends.strict_json import Where
 
 T = TypeVar("T")
 
@@ -46,6 +49,15 @@ _CHUNK_FIELDS = [
     pa.field("lineage", pa.utf8(), nullable=False),
     pa.field("number", pa.uint64(), nullable=False),
 ]
+_IDENTITY_FIELDS = [
+    pa.field("rollout", pa.utf8()),
+    pa.field("turn", pa.uint64()),
+    pa.field("request_digest", pa.binary(16)),
+    pa.field("source_digest", pa.utf8()),
+    pa.field("restart_only", pa.utf8()),
+    pa.field("segment", pa.utf8()),
+    pa.field("index", pa.uint32()),
+]
 SCHEMA = pa.schema(
     [
         pa.field("call_id", pa.binary(16), nullable=False),
@@ -54,7 +66,7 @@ SCHEMA = pa.schema(
         pa.field("n_tokens", pa.uint32(), nullable=False),
         pa.field("kept", pa.uint32(), nullable=False),
         pa.field("chunks", pa.list_(pa.struct(_CHUNK_FIELDS)), nullable=False),
-        pa.field("identity", pa.utf8()),
+        pa.field("identity", pa.struct(_IDENTITY_FIELDS)),
         pa.field("ended", pa.utf8()),
         pa.field("history", pa.utf8()),
     ]
@@ -109,27 +121,49 @@ def _to_arrays(rows: LedgerRows, part: slice, chunks: PackedChunks, bounds: Arra
     """The columns of one batch. Raises ValueError for a row that cannot be stored."""
     first, last = bounds[part.start], bounds[part.stop]
     return [
-        columns.digests(rows.call_ids[part], "a call id"),
+        columns.digests(_call_ids(rows.call_ids[part])),
         columns.uint32(rows.attempts[part], "an attempt"),
         pa.array(np.array(rows.states[part], np.uint8)),
         columns.uint32(rows.n_tokens[part], "a number of tokens"),
         columns.uint32(rows.kept[part], "a number of chunks"),
         columns.lists(_chunk_array(chunks[first:last], rows.names), columns.offsets(rows.n_chunks[part])),
-        pa.array(map(ledger_texts.identity_text, rows.identities[part]), pa.utf8()),
+        _identity_array(rows.identities[part]),
         pa.array(map(ledger_texts.ended_text, rows.ended[part]), pa.utf8()),
         pa.array(map(ledger_texts.history_text, rows.histories[part]), pa.utf8()),
     ]
+
+
+def _call_ids(values: list[CallId]) -> Array:
+    if not all(len(value) == 16 for value in values):
+        raise ValueError("a call id has to have 16 bytes")
+    return np.frombuffer(b"".join(values), "V16")
+
+
+def _identity_array(identities: list[Identity | None]) -> pa.Array:
+    there = [identity for identity in identities if identity is not None]
+    cells = (
+        [identity.rollout for identity in there],
+        [identity.turn for identity in there],
+        [identity.request_digest for identity in there],
+        [identity.source_digest for identity in there],
+        [identity.restart_only for identity in there],
+        [identity.opened.segment for identity in there],
+        [identity.opened.index for identity in there],
+    )
+    arrays = [pa.array(values, field.type) for values, field in zip(cells, _IDENTITY_FIELDS, strict=True)]
+    dense = pa.StructArray.from_arrays(arrays, fields=_IDENTITY_FIELDS)
+    present = np.array([identity is not None for identity in identities], np.bool_)
+    return dense if present.all() else dense.take(pa.array(np.cumsum(present) - 1, mask=~present))
 
 
 def _chunk_array(chunks: PackedChunks, names: Names) -> pa.StructArray:
     versions = pa.array(chunks["version"])
     lineages = pa.array([version.lineage for version in names.versions], pa.utf8())
     numbers = pa.array([version.number for version in names.versions], pa.uint64())
-    digests = pa.py_buffer(chunks["digest"].tobytes())
     return pa.StructArray.from_arrays(
         [
             *(pa.array(np.ascontiguousarray(chunks[name])) for name in ("segment", "index", "start", "n_tokens")),
-            pa.Array.from_buffers(columns.DIGEST, len(chunks), [None, digests]),
+            columns.digests(chunks["digest"]),
             lineages.take(versions),
             numbers.take(versions),
         ],
@@ -153,19 +187,68 @@ def _read_batch(batch: pa.RecordBatch, rows: LedgerRows, what: str) -> bytes:
     rows.n_tokens += columns.numbers(n_tokens, "n_tokens", what).tolist()
     rows.kept += columns.numbers(kept, "kept", what).tolist()
     rows.n_chunks += np.diff(bounds).tolist()
-    where = [f"{what}: call {row_id.hex()}" for row_id in call_ids]
-    keys: dict[str, str] = {}
-    rows.identities += _texts(identity, where, lambda text, at: ledger_texts.read_identity(text, keys, at))
-    rows.ended += _texts(ended, where, ledger_texts.read_ended)
-    rows.histories += _texts(history, where, ledger_texts.read_history)
+    rows.identities += _read_identities(identity, call_ids, what)
+    rows.ended += _read_texts(ended, call_ids, what, ledger_texts.read_ended)
+    rows.histories += _read_texts(history, call_ids, what, ledger_texts.read_history)
     return packed.tobytes()
 
 
-def _texts(column: pa.Array, where: list[str], read: Callable[[str, str], T]) -> list[T | None]:
+def _read_texts(column: pa.Array, call_ids: list[bytes], what: str, read: Callable[[str, Where], T]) -> list[T | None]:
     """What each text of a column says."""
     if column.null_count == len(column):
         return [None] * len(column)
-    return [None if text is None else read(text, at) for text, at in zip(column.to_pylist(), where, strict=True)]
+    return [
+        None if text is None else read(text, _Call(what, call_id))
+        for text, call_id in zip(column.to_pylist(), call_ids, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Names a call in a message."""
+
+    what: str
+    call_id: bytes
+
+    def __str__(self) -> str:
+        return f"{self.what}: call {self.call_id.hex()}"
+
+
+def _read_identities(column: pa.Array, call_ids: list[bytes], what: str) -> list[Identity | None]:
+    found: list[Identity | None] = [None] * len(column)
+    rows = np.flatnonzero(columns.present(column)).tolist()
+    if not rows:
+        return found
+    dense = column if len(rows) == len(column) else column.filter(column.is_valid())
+    parts = dense.flatten()
+    for part, field in zip(parts, _IDENTITY_FIELDS, strict=True):
+        if part.null_count:
+            at = int(np.argmin(columns.present(part)))
+            raise Damaged(f"{_Call(what, call_ids[rows[at]])}: its identity has no {field.name}")
+    rollout, turn, digest, source, restart_only, segment, index = parts
+    turns, keys = columns.numbers(turn, "turn", what), segment.to_pylist()
+    if (beyond := turns >= 1 << 63).any():
+        raise Damaged(f"{_Call(what, call_ids[rows[int(np.argmax(beyond))]])}: its turn is out of range")
+    known: dict[str, str] = {}
+    cells = zip(
+        rows, rollout.to_pylist(), turns.tolist(), columns.digest_values(digest), source.to_pylist(),
+        restart_only.to_pylist(), keys, columns.numbers(index, "index", what).tolist(),
+        strict=True,
+    )  # fmt: skip
+    for row, name, number, request, own, only, key, at in cells:
+        if key not in known:
+            if not is_key(key):
+                raise Damaged(f"{_Call(what, call_ids[row])}: {key!r:.200} is no key of a segment")
+            known[key] = key
+        found[row] = Identity(
+            rollout=name,
+            turn=number,
+            request_digest=request,
+            source_digest=own,
+            restart_only=only,
+            opened=RecordRef(known[key], at),
+        )
+    return found
 
 
 def _read_chunks(column: pa.Array, names: Names, what: str) -> tuple[PackedChunks, Array]:
@@ -178,23 +261,13 @@ def _read_chunks(column: pa.Array, names: Names, what: str) -> tuple[PackedChunk
     packed["start"] = columns.numbers(start, "start", what)
     packed["n_tokens"] = columns.numbers(n_tokens, "n_tokens", what)
     packed["digest"] = columns.sixteens(columns.no_nulls(digest, "digest", what))
-    packed["version"] = _read_versions(lineage, number, names, what)
+    columns.no_nulls(lineage, "lineage", what)
+    columns.no_nulls(number, "number", what)
+    versions, version_at, wrong = columns.versions(lineage, number, np.ones(len(values), np.bool_))
+    if wrong.any():
+        raise Damaged(f"{what} lists a chunk without a policy lineage")
+    numbers = [names.version_number(PolicyVersion(*version)) for version in versions]
+    packed["version"] = np.array(numbers, np.uint32)[version_at]
     if (packed["n_tokens"] < 1).any():
         raise Damaged(f"{what} lists a chunk without tokens")
     return packed, bounds
-
-
-def _read_versions(lineage: pa.Array, number: pa.Array, names: Names, what: str) -> Array:
-    """Each chunk's version as its number in `names`: a ledger has many chunks and few versions."""
-    lineages = columns.no_nulls(lineage, "lineage", what).dictionary_encode()
-    texts = lineages.dictionary.to_pylist()
-    if "" in texts:
-        raise Damaged(f"{what} lists a chunk without a policy lineage")
-    distinct, which = np.unique(columns.numbers(number, "number", what), return_inverse=True)
-    pairs = which * len(texts) + lineages.indices.to_numpy()
-    distinct_pairs, which = np.unique(pairs, return_inverse=True)
-    versions = [
-        names.version_number(PolicyVersion(texts[pair % len(texts)], int(distinct[pair // len(texts)])))
-        for pair in distinct_pairs.tolist()
-    ]
-    return np.array(versions, np.uint32)[which]

@@ -5,28 +5,29 @@ Does not know: files, batches' coordinates, sums over bytes.
 
 Invariants:
 1. `from_batch(to_arrays(records)) == records`, bit for bit in tokens, logprobs, masks and wide columns.
-2. A record is handed out only if its row keeps every rule of its kind and its digest is that of its content.
+2. Records are handed out only if every row keeps every rule of its kind and its digest is that of its content.
 3. A message names the record by its call and, for a chunk, its tokens.
+4. Columns are checked whole; what is done record by record is the digest of a chunk, and the text of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
-from recovery.codec import chunk_digest, request_digest
+from recovery.codec import canonical_json, request_digest_of
 from recovery.errors import Damaged, DigestMismatch
-from recovery.model import MAX_TOKENS_PER_CHUNK, CallId, Chunk, Ended, Opened, PolicyVersion, Record, Request
+from recovery.model import FINISH_REASONS, MAX_TOKENS_PER_CHUNK, PolicyVersion, Request
+from recovery.records import CHUNK, ENDED, OPENED, Records, digests
 from storage_backends import arrow_columns as columns
 from storage_backends import arrow_wide, strict_json
 from storage_backends.arrow_columns import Array
 from storage_backends.runs import Runs, pack, problem, unpack
-
-OPENED, CHUNK, ENDED = 0, 1, 2
 
 _FIELDS = [
     pa.field("kind", pa.uint8(), nullable=False),
@@ -49,129 +50,80 @@ def schema_fields(types: Sequence[str]) -> list[pa.Field]:
     return [*_FIELDS, *arrow_wide.fields(types)]
 
 
-_NO_TOKENS = np.empty(0, "<i4")
-_NO_LOGPROBS = np.empty(0, "<f4")
-
-
 # ---- records to columns ---------------------------------------------------------------------------------------
 
 
-class _Row(NamedTuple):
-    """One record as what its columns hold."""
+def to_arrays(records: Records, part: slice, types: Sequence[str]) -> list[pa.Array]:
+    """The columns of one batch, in the order of schema_fields(types). Raises ValueError for what cannot be stored.
 
-    kind: int
-    start: int
-    tokens: Array
-    chunk: Chunk | None = None
-    digest: bytes | None = None
-    body: str | None = None
-
-
-def _row(record: Record) -> _Row:
-    match record:
-        case Chunk():
-            return _Row(CHUNK, record.start, record.token_ids, record, chunk_digest(record))
-        case Opened():
-            request = record.request
-            body = {
-                "rollout": request.rollout,
-                "turn": request.turn,
-                "sampling": dict(request.sampling),
-                "extra": dict(request.extra),
-                "restart_only": request.restart_only,
-                "source_digest": request.source_digest,
-            }
-            digest = request_digest(request)
-            return _Row(OPENED, 0, request.prompt_token_ids, None, digest, strict_json.dump(body))
-        case Ended():
-            body = {"finish_reason": record.finish_reason, "stop_reason": record.stop_reason}
-            return _Row(ENDED, record.n_tokens, _NO_TOKENS, body=strict_json.dump(body))
-
-
-def to_arrays(records: Sequence[Record], types: Sequence[str]) -> list[pa.Array]:
-    """The columns of one batch, in the order of schema_fields(types). Raises ValueError or TypeError for a bad record.
-
-    `types` has at least those of the wide columns of `records`.
+    `types` has at least those of the wide columns of these records.
     """
-    rows = [_row(record) for record in records]
-    chunks = [row.chunk for row in rows]
-    with_logprobs = [None if chunk is None else chunk.logprobs for chunk in chunks]
-    has_logprobs = np.array([values is not None for values in with_logprobs], np.bool_)
-    sizes = [0 if values is None else values.shape[0] for values in with_logprobs]
-    mask_starts, mask_values, mask_positions = _masks(chunks)
+    kinds = records.kinds[part]
+    is_chunk = kinds == CHUNK
+    token_at, logprob_at = _within(records.token_at, part), _within(records.logprob_at, part)
+    mask_starts, mask_values, mask_at = _masks(records, part, is_chunk)
+    versions = pa.array(records.version_at[part], mask=~is_chunk)
     return [
-        pa.array(np.array([row.kind for row in rows], np.uint8)),
-        columns.digests([record.call_id for record in records], "a call id"),
-        columns.uint32([record.attempt for record in records], "an attempt"),
-        columns.uint32([row.start for row in rows], "a position"),
+        pa.array(kinds),
+        columns.digests(records.call_ids[part]),
+        columns.uint32(records.attempts[part], "an attempt"),
+        columns.uint32(records.starts[part], "a position"),
+        columns.lists(pa.array(_values(records.token_ids, records.token_at, part, "<i4")), token_at),
         columns.lists(
-            pa.array(_joined([_NO_TOKENS, *(row.tokens for row in rows)], "<i4")),
-            columns.offsets(row.tokens.shape[0] for row in rows),
+            pa.array(_values(records.logprobs, records.logprob_at, part, "<f4")), logprob_at, np.diff(logprob_at) > 0
         ),
-        columns.lists(
-            pa.array(_joined([_NO_LOGPROBS, *(v for v in with_logprobs if v is not None)], "<f4")),
-            columns.offsets(sizes),
-            has_logprobs,
-        ),
-        columns.lists(mask_starts, mask_positions),
-        columns.lists(mask_values, mask_positions),
-        pa.array([None if chunk is None else chunk.version.lineage for chunk in chunks], pa.utf8()),
-        pa.array([None if chunk is None else chunk.version.number for chunk in chunks], pa.uint64()),
-        columns.digests([row.digest for row in rows], "a digest"),
-        pa.array([row.body for row in rows], pa.utf8()),
-        *arrow_wide.to_arrays(chunks, types),
+        columns.lists(mask_starts, mask_at),
+        columns.lists(mask_values, mask_at),
+        pa.array([version.lineage for version in records.versions], pa.utf8()).take(versions),
+        pa.array([version.number for version in records.versions], pa.uint64()).take(versions),
+        columns.digests(records.digests[part], kinds != ENDED),
+        pa.array([_text(records, at) for at in range(*part.indices(len(records)))], pa.utf8()),
+        *arrow_wide.to_arrays(records, part, types),
     ]
 
 
-def _joined(arrays: list[Array], dtype: str) -> Array:
-    """One array; TypeError if an element could change on the way (int64 token ids, float64 logprobs)."""
-    return np.concatenate(arrays, dtype=np.dtype(dtype), casting="safe")
+def _within(positions: Array, part: slice) -> Array:
+    """Where the lists of these records begin, counted from the first."""
+    bounds = positions[part.start : part.stop + 1]
+    return columns.offsets(np.diff(bounds))
 
 
-def _masks(chunks: Sequence[Chunk | None]) -> tuple[pa.Array, pa.Array, Array]:
-    masks = [chunk.mask for chunk in chunks if chunk is not None]
-    is_chunk = np.array([chunk is not None for chunk in chunks], np.bool_)
-    bounds = np.cumsum([0, *(mask.shape[0] for mask in masks)])
-    runs = pack(np.concatenate([np.empty(0, np.bool_), *masks]).astype(np.bool_, casting="safe"), bounds)
-    lengths = np.zeros(len(chunks), np.int64)
+def _values(values: Array, positions: Array, part: slice, dtype: str) -> Array:
+    return values[positions[part.start] : positions[part.stop]].astype(dtype, copy=False)
+
+
+def _masks(records: Records, part: slice, is_chunk: Array) -> tuple[pa.Array, pa.Array, Array]:
+    first, last = records.mask_at[part.start], records.mask_at[part.stop]
+    bounds = np.append(records.mask_at[part][is_chunk], last) - first
+    runs = pack(records.mask[first:last], bounds)
+    lengths = np.zeros(len(is_chunk), np.int64)
     lengths[is_chunk] = np.diff(runs.positions)
     return pa.array(runs.starts.astype(np.uint32)), pa.array(runs.values), columns.offsets(lengths)
+
+
+def _text(records: Records, at: int) -> str | None:
+    """The body of a record that is no chunk."""
+    if (request := records.requests.get(at)) is not None:
+        body = {
+            "rollout": request.rollout,
+            "turn": request.turn,
+            "sampling": dict(request.sampling),
+            "extra": dict(request.extra),
+            "restart_only": request.restart_only,
+            "source_digest": request.source_digest,
+        }
+    elif (end := records.ends.get(at)) is not None:
+        body = {"finish_reason": end[0], "stop_reason": end[1]}
+    else:
+        return None
+    return strict_json.dump(body)
 
 
 # ---- columns to records ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """One batch, taken apart; lists are indexed by record."""
-
-    what: str
-    kind: list[int]
-    call_id: list[bytes]
-    attempt: list[int]
-    start: list[int]
-    tokens: Array
-    token_at: list[int]
-    logprobs: Array
-    logprob_at: list[int]
-    has_logprobs: list[bool]
-    masks: Array
-    mask_at: list[int]
-    lineage: list[str | None]
-    number: list[int | None]
-    digest: list[bytes]
-    has_digest: list[bool]
-    body: list[str | None]
-    wide: arrow_wide.WideColumns
-
-
-def from_batch(batch: pa.RecordBatch, what: str) -> list[Record]:
+def from_batch(batch: pa.RecordBatch, what: str) -> Records:
     """The records of a validated batch."""
-    taken = _take_apart(batch, what)
-    return [_READ[kind](taken, index) for index, kind in enumerate(taken.kind)]
-
-
-def _take_apart(batch: pa.RecordBatch, what: str) -> _Columns:
     kind, call_id, attempt, start, token_ids, logprobs, mask_starts, mask_values, *rest = batch.columns
     lineage, number, digest, body, *wide = rest
     kinds = columns.numbers(kind, "kind", what)
@@ -182,27 +134,53 @@ def _take_apart(batch: pa.RecordBatch, what: str) -> _Columns:
     tokens, token_at = columns.list_values(token_ids, "token_ids", what)
     values, logprob_at = columns.list_values(logprobs, "logprobs", what)
     is_chunk, sizes = kinds == CHUNK, np.diff(token_at)
-    masks, mask_at = _read_masks(mask_starts, mask_values, is_chunk, sizes, what)
-    return _Columns(
-        what=what,
-        kind=kinds.tolist(),
-        call_id=columns.digest_values(columns.no_nulls(call_id, "call_id", what)),
-        attempt=columns.numbers(attempt, "attempt", what).tolist(),
-        start=columns.numbers(start, "start", what).tolist(),
-        tokens=columns.numbers(tokens, "token_ids", what),
-        token_at=token_at.tolist(),
-        logprobs=columns.numbers(values, "logprobs", what),
-        logprob_at=logprob_at.tolist(),
-        has_logprobs=columns.present(logprobs).tolist(),
-        masks=masks,
-        mask_at=mask_at.tolist(),
-        lineage=lineage.to_pylist(),
-        number=number.to_pylist(),
-        digest=columns.digest_values(digest),
-        has_digest=columns.present(digest).tolist(),
-        body=body.to_pylist(),
-        wide=arrow_wide.take_apart(wide, batch.schema, is_chunk, sizes, what),
-    )
+    mask, mask_at = _read_masks(mask_starts, mask_values, is_chunk, sizes, what)
+    call_ids = columns.sixteens(columns.no_nulls(call_id, "call_id", what))
+    starts = columns.numbers(start, "start", what)
+    where = _Where(what, kinds, call_ids, starts, sizes)
+    if (wrong := columns.present(digest) != (kinds != ENDED)).any():
+        raise where.damaged(wrong, "the record has no digest, or one that it may not have")
+    if (wrong := ((kinds == OPENED) & (starts != 0)) | ((kinds == ENDED) & (sizes > 0))).any():
+        raise where.damaged(wrong, "a record that opens a call has a position, or one that ends it has tokens")
+    if (wrong := columns.present(body) == is_chunk).any():
+        raise where.damaged(wrong, "the record has no body, or one that a chunk may not have")
+    has_logprobs = columns.present(logprobs)
+    if (wrong := has_logprobs & (~is_chunk | (np.diff(logprob_at) != sizes))).any():
+        raise where.damaged(wrong, "it has logprobs, and not one for each token of a chunk")
+    if (wrong := (np.diff(logprob_at) > 0) & ~has_logprobs).any():
+        values, logprob_at = _without(values, logprob_at, wrong)
+    versions, version_at, wrong = columns.versions(lineage, number, is_chunk)
+    if wrong.any():
+        raise where.damaged(wrong, "the record has no version, or one that it may not have")
+    attempts = columns.numbers(attempt, "attempt", what)
+    taken: dict[str, Any] = {
+        "call_ids": call_ids,
+        "starts": starts,
+        "token_ids": columns.numbers(tokens, "token_ids", what),
+        "token_at": token_at,
+        "logprobs": columns.numbers(values, "logprobs", what),
+        "logprob_at": logprob_at,
+        "mask": mask,
+        "mask_at": mask_at,
+        "versions": [PolicyVersion(*version) for version in versions],
+        "version_at": version_at,
+        "columns": arrow_wide.take_apart(wide, batch.schema, is_chunk, sizes, what),
+    }
+    bodies = _Bodies(where, taken["token_ids"], token_at)
+    texts = body.to_pylist()
+    requests = {at: bodies.request(at, texts[at]) for at in np.flatnonzero(kinds == OPENED).tolist()}
+    ends = {at: bodies.end(at, texts[at]) for at in np.flatnonzero(kinds == ENDED).tolist()}
+    computed = digests(request_digests=bodies.digests, **taken)
+    if (wrong := (computed != columns.sixteens(digest)) & (kinds != ENDED)).any():
+        raise where.mismatch(wrong, "the content does not have the recorded digest")
+    return Records(kinds=kinds, attempts=attempts, requests=requests, ends=ends, digests=computed, **taken)
+
+
+def _without(values: pa.Array, positions: Array, null: Array) -> tuple[pa.Array, Array]:
+    """The lists without what lies behind those that are null."""
+    lengths = np.diff(positions)
+    kept = values.filter(pa.array(np.repeat(~null, lengths)))
+    return kept, np.concatenate([[0], np.cumsum(np.where(null, 0, lengths))])
 
 
 def _read_masks(starts: pa.Array, values: pa.Array, is_chunk: Array, sizes: Array, what: str) -> tuple[Array, Array]:
@@ -227,86 +205,93 @@ def _read_masks(starts: pa.Array, values: pa.Array, is_chunk: Array, sizes: Arra
     return mask, np.concatenate([[0], np.cumsum(np.where(is_chunk, sizes, 0))])
 
 
-def _tokens(at: _Columns, index: int) -> str:
-    """Which chunk it is, for a message."""
-    start, n_tokens = at.start[index], at.token_at[index + 1] - at.token_at[index]
-    return f"{at.what}: call {at.call_id[index].hex()} tokens [{start}, {start + n_tokens})"
+@dataclass(slots=True)
+class _Where:
+    """Names a record in a message: `at`, or the first that is wrong."""
+
+    what: str
+    kinds: Array
+    call_ids: Array
+    starts: Array
+    sizes: Array
+    at: int = 0
+
+    def __str__(self) -> str:
+        call, kind = f"{self.what}: call {self.call_ids[self.at].tobytes().hex()}", self.kinds[self.at]
+        if kind != CHUNK:
+            return f"{call}, {'opened' if kind == OPENED else 'ended'}"
+        start = int(self.starts[self.at])
+        return f"{call} tokens [{start}, {start + int(self.sizes[self.at])})"
+
+    def damaged(self, wrong: Array, message: str) -> Damaged:
+        self.at = int(np.argmax(wrong))
+        return Damaged(f"{self}: {message}")
+
+    def mismatch(self, wrong: Array, message: str) -> DigestMismatch:
+        self.at = int(np.argmax(wrong))
+        return DigestMismatch(f"{self}: {message}")
 
 
-def _read_chunk(at: _Columns, index: int) -> Chunk:
-    first, last = at.token_at[index], at.token_at[index + 1]
-    lineage, number = at.lineage[index], at.number[index]
-    if not lineage or number is None or not at.has_digest[index] or at.body[index] is not None:
-        raise Damaged(f"{_tokens(at, index)}: the chunk has no version or digest, or a body")
-    logprobs = None
-    if at.has_logprobs[index]:
-        logprobs = at.logprobs[at.logprob_at[index] : at.logprob_at[index + 1]]
-        if logprobs.shape[0] != last - first:
-            raise Damaged(f"{_tokens(at, index)}: it has {logprobs.shape[0]} logprobs")
-    chunk = Chunk(
-        call_id=CallId(at.call_id[index]),
-        attempt=at.attempt[index],
-        start=at.start[index],
-        token_ids=at.tokens[first:last],
-        logprobs=logprobs,
-        mask=at.masks[at.mask_at[index] : at.mask_at[index + 1]],
-        version=PolicyVersion(lineage, number),
-        columns=at.wide.of(index, last - first),
-    )
-    if chunk_digest(chunk) != at.digest[index]:
-        raise DigestMismatch(f"{_tokens(at, index)}: the content does not have the recorded digest")
-    return chunk
+class _RequestBody(msgspec.Struct):
+    """The text of a record that opens a call; unknown fields are ignored."""
+
+    rollout: str
+    turn: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    sampling: msgspec.Raw
+    extra: msgspec.Raw
+    restart_only: str
+    source_digest: str
 
 
-def _body(at: _Columns, index: int, what: str) -> dict[str, Any]:
-    """The JSON of a record that is no chunk, after the checks that both kinds share."""
-    body = at.body[index]
-    bare = not at.has_logprobs[index] and at.lineage[index] is None and at.number[index] is None
-    if not bare or body is None:
-        raise Damaged(f"{what}: the record has no body, or parts of a chunk")
-    return strict_json.parse(body, what)
+_REQUEST_BODY = msgspec.json.Decoder(_RequestBody)
 
 
-def _read_opened(at: _Columns, index: int) -> Opened:
-    call_id = at.call_id[index]
-    where = f"{at.what}: call {call_id.hex()}, opened"
-    body = _body(at, index, where)
-    if at.start[index] != 0 or not at.has_digest[index]:
-        raise Damaged(f"{where}: it has a position or no digest")
-    request = Request(
-        rollout=strict_json.take(body, "rollout", str, where),
-        turn=strict_json.take_number(body, "turn", where),
-        prompt_token_ids=at.tokens[at.token_at[index] : at.token_at[index + 1]],
-        sampling=strict_json.take(body, "sampling", dict, where),
-        restart_only=strict_json.take(body, "restart_only", str, where),
-        source_digest=strict_json.take(body, "source_digest", str, where),
-        extra=strict_json.take(body, "extra", dict, where),
-    )
-    try:
-        digest = request_digest(request)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{where}: its request cannot be digested: {error}") from error
-    if digest != at.digest[index]:
-        raise DigestMismatch(f"{where}: the request does not have the recorded digest")
-    return Opened(call_id=CallId(call_id), attempt=at.attempt[index], request=request)
+class _Bodies:
+    """Reads the texts of one batch; `digests` are those of the requests, computed from what was read."""
 
+    def __init__(self, where: _Where, tokens: Array, token_at: Array) -> None:
+        self._where = where
+        self._tokens = tokens
+        self._token_bytes = np.ascontiguousarray(tokens, "<i4").view(np.uint8).data
+        self._token_at = token_at.tolist()
+        self._known: dict[bytes, tuple[dict[str, Any], bytes]] = {}
+        self.digests: dict[int, bytes] = {}
 
-def _read_ended(at: _Columns, index: int) -> Ended:
-    call_id = at.call_id[index]
-    where = f"{at.what}: call {call_id.hex()}, ended"
-    body = _body(at, index, where)
-    if at.token_at[index] != at.token_at[index + 1] or at.has_digest[index]:
-        raise Damaged(f"{where}: it has tokens or a digest")
-    try:
-        return Ended(
-            call_id=CallId(call_id),
-            attempt=at.attempt[index],
-            n_tokens=at.start[index],
-            finish_reason=strict_json.take(body, "finish_reason", str, where),
-            stop_reason=strict_json.take_stop_reason(body, where),
+    def request(self, at: int, text: str) -> Request:
+        first, last = self._token_at[at], self._token_at[at + 1]
+        try:
+            body = _REQUEST_BODY.decode(text)
+            sampling, sampling_content = self._object(body.sampling)
+            extra, extra_content = self._object(body.extra)
+        except (ValueError, RecursionError, Damaged) as error:
+            self._where.at = at
+            raise Damaged(f"{self._where}: its request cannot be read: {error}") from error
+        prompt = self._token_bytes[4 * first : 4 * last]
+        self.digests[at] = request_digest_of(prompt, sampling_content, extra_content)
+        return Request(
+            rollout=body.rollout,
+            turn=body.turn,
+            prompt_token_ids=self._tokens[first:last],
+            sampling=sampling,
+            restart_only=body.restart_only,
+            source_digest=body.source_digest,
+            extra=extra,
         )
-    except ValueError as error:
-        raise Damaged(f"{where}: {error}") from error
 
+    def _object(self, raw: msgspec.Raw) -> tuple[dict[str, Any], bytes]:
+        """A JSON object and its canonical text. The requests of a job are alike: each text is parsed once a batch."""
+        text = bytes(raw)
+        known = self._known.get(text)
+        if known is None:
+            value = strict_json.parse(text.decode(), "a field")
+            known = self._known[text] = (value, canonical_json(value))
+        return known
 
-_READ: dict[int, Callable[[_Columns, int], Record]] = {OPENED: _read_opened, CHUNK: _read_chunk, ENDED: _read_ended}
+    def end(self, at: int, text: str) -> tuple[str, int | str | None]:
+        """Finish and stop reason."""
+        self._where.at = at
+        body = strict_json.parse(text, self._where)
+        reason = strict_json.take(body, "finish_reason", str, self._where)
+        if reason not in FINISH_REASONS:
+            raise Damaged(f"{self._where}: {reason!r:.60} does not end a call")
+        return reason, strict_json.take_stop_reason(body, self._where)

@@ -5,8 +5,8 @@ Does not know: where a segment is stored, which records extend which call, how a
 
 Invariants:
 1. A batch can be read from its own bytes alone; its coordinates and crc32c are those of exactly these bytes.
-2. No Python object is made per token: token ids and logprobs of a decoded chunk are read-only views of the batch's
-   memory (one view keeps its whole batch alive), its mask is a slice of one array per batch.
+2. No Python object is made per token, and none per chunk before it is asked for. Arrays of a decoded chunk are
+   read-only views of the memory of its segment, which one view keeps alive.
 3. Content decides: each chunk's and each request's digest is computed again when it is read, so that a segment that
    decodes is what was captured, in whatever batches it was written.
 4. Where coordinates are given, length and crc32c are checked before Arrow sees a byte.
@@ -15,14 +15,16 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import pyarrow as pa
 
 from recovery.errors import Damaged
-from recovery.model import BatchInfo, Record, SegmentInfo, raw_nbytes
+from recovery.model import BatchInfo, Record, SegmentInfo
 from recovery.ports import EncodedSegment
+from recovery.records import Records
 from storage_backends import arrow_file, arrow_wide, strict_json
 from storage_backends.arrow_records import from_batch, schema_fields, to_arrays
 from storage_backends.sums import check_bytes, crc32c, crc_from_key
@@ -52,13 +54,14 @@ class ArrowSegmentCodec:
         self._records_per_batch = records_per_batch
 
     def encode(self, records: Sequence[Record], key_stem: str) -> EncodedSegment:
-        types = arrow_wide.types_of(records)
+        columns = Records.of(records)
+        types = arrow_wide.types_of(columns)
         schema = schema_of(types)
-        parts = list(_split(records, self._records_per_batch))
-        batches = (pa.RecordBatch.from_arrays(to_arrays(part, types), schema=schema) for part in parts)
+        parts = _split(columns, self._records_per_batch)
+        batches = (pa.RecordBatch.from_arrays(to_arrays(columns, part, types), schema=schema) for part in parts)
         data, frames = arrow_file.write(schema, batches)
         infos = tuple(
-            BatchInfo(frame.offset, frame.length, crc32c(_bytes_of(data, frame)), len(part))
+            BatchInfo(frame.offset, frame.length, crc32c(_bytes_of(data, frame)), part.stop - part.start)
             for frame, part in zip(frames.batches, parts, strict=True)
         )
         total = crc32c(data)
@@ -79,17 +82,18 @@ class ArrowSegmentCodec:
         )
         return SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos, wide=types)
 
-    def decode(self, data: bytes, info: SegmentInfo | None) -> list[Record]:
+    def decode(self, data: bytes, info: SegmentInfo | None) -> Records:
         what = "a segment" if info is None else f"segment {info.key}"
         if info is not None:
             check_bytes(data, nbytes=info.nbytes, crc32c=info.crc32c, what=what)
         parts = arrow_file.split(data, what)
         types = _types_of_file(data, parts, what)
-        records: list[Record] = []
-        lengths = []
-        for batch in arrow_file.read_batches(data, parts, RECORDS_PER_BATCH, what):
-            lengths.append(batch.num_rows)
-            records += from_batch(batch, what)
+        lengths: list[int] = []
+        read: list[Records] = []
+        for group in arrow_file.read_groups(data, parts, RECORDS_PER_BATCH, what, RAW_BYTES_PER_BATCH):
+            lengths += [batch.num_rows for batch in group]
+            read.append(from_batch(_joined(group), what))
+        records = Records.joined(read)
         if info is not None:
             told = [(batch.offset, batch.length, batch.n_records) for batch in info.batches]
             found = [(f.offset, f.length, n) for f, n in zip(parts.batches, lengths, strict=True)]
@@ -97,7 +101,7 @@ class ArrowSegmentCodec:
                 raise Damaged(f"{what} is not divided into batches, or has not the wide columns, as recorded")
         return records
 
-    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> list[Record]:
+    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         if not 0 <= batch < len(info.batches):
             raise ValueError(f"segment {info.key} has {len(info.batches)} batches, no batch {batch}")
         told = info.batches[batch]
@@ -124,14 +128,23 @@ def _bytes_of(data: bytes, frame: arrow_file.Frame) -> bytes:
     return data[frame.offset : frame.offset + frame.length]
 
 
-def _split(records: Sequence[Record], at_most: int) -> Iterator[Sequence[Record]]:
+def _split(records: Records, at_most: int) -> list[slice]:
     """Consecutive parts of at most so many records and so many bytes."""
-    first = nbytes = 0
-    for index, record in enumerate(records):
-        size = raw_nbytes(record)
-        if index > first and (index - first == at_most or nbytes + size > RAW_BYTES_PER_BATCH):
-            yield records[first:index]
-            first, nbytes = index, 0
-        nbytes += size
-    if first < len(records):
-        yield records[first:]
+    ends = np.cumsum(records.raw_nbytes())
+    parts: list[slice] = []
+    first = 0
+    while first < len(records):
+        before = int(ends[first - 1]) if first else 0
+        enough = int(np.searchsorted(ends, before + RAW_BYTES_PER_BATCH, "right"))
+        last = min(len(records), first + at_most, max(first + 1, enough))
+        parts.append(slice(first, last))
+        first = last
+    return parts
+
+
+def _joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    """The same rows in one batch: what is done with a batch costs much the same however many rows it has."""
+    if len(batches) == 1:
+        return batches[0]
+    whole = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return whole[0] if whole else batches[0]

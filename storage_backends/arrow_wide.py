@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,7 +23,8 @@ import numpy as np
 import pyarrow as pa
 
 from recovery.errors import Damaged, FormatNotUnderstood
-from recovery.model import COLUMN_BYTES_PER_CHUNK_MAX, WIDE_TYPES, Array, Chunk, Record, WideColumn, check_wide
+from recovery.model import COLUMN_BYTES_PER_CHUNK_MAX, WIDE_TYPES, Array, WideColumn, check_wide
+from recovery.records import Records, no_columns
 from storage_backends import arrow_columns as columns
 from storage_backends import strict_json
 
@@ -41,10 +42,9 @@ def fields(types: Sequence[str]) -> list[pa.Field]:
     return [pa.field("wide", pa.utf8()), *(pa.field(f"wide_{t}", pa.list_(_ARROW_TYPES[t]), False) for t in types)]
 
 
-def types_of(records: Sequence[Record]) -> tuple[str, ...]:
+def types_of(records: Records) -> tuple[str, ...]:
     """The types of all wide columns, in the order of the format."""
-    wide = (record.wide() for record in records if isinstance(record, Chunk) and record.columns)
-    found = {column.type for one in wide for column in one}
+    found = {column.type for at in records.with_columns() for column in records.wide(at)}
     return tuple(name for name in WIDE_TYPES if name in found)
 
 
@@ -70,17 +70,18 @@ def _text(wide: tuple[WideColumn, ...]) -> str:
     return strict_json.dump([list(column) for column in wide])
 
 
-def to_arrays(chunks: Sequence[Chunk | None], types: Sequence[str]) -> list[pa.Array]:
-    """The columns of fields(types); a record that is no chunk is None."""
+def to_arrays(records: Records, part: slice, types: Sequence[str]) -> list[pa.Array]:
+    """The columns of fields(types) for these records."""
     if not types:
         return []
-    wide = [() if chunk is None or not chunk.columns else chunk.wide() for chunk in chunks]
+    indices = range(*part.indices(len(records)))
+    wide = [records.wide(at) for at in indices]
     made = [pa.array([_text(one) if one else None for one in wide], pa.utf8())]
     for type_ in types:
         parts = [np.empty(0, type_)]
         lengths = []
-        for chunk, one in zip(chunks, wide, strict=True):
-            own = [np.ravel(chunk.columns[c.name]) for c in one if c.type == type_] if chunk is not None else []
+        for at, one in zip(indices, wide, strict=True):
+            own = [np.ravel(records.columns(at)[c.name]) for c in one if c.type == type_]
             parts += own
             lengths.append(sum(map(len, own)))
         made.append(columns.lists(pa.array(np.concatenate(parts)), columns.offsets(lengths)))
@@ -106,10 +107,11 @@ class WideColumns:
     values: dict[str, Array]
     positions: dict[str, list[int]]
     shapes: list[_Shape]
+    sizes: list[int]
 
-    def of(self, index: int, n_tokens: int) -> dict[str, Array]:
+    def of(self, index: int) -> dict[str, Array]:
         """Those of one record, as views."""
-        found = {}
+        n_tokens, found = self.sizes[index], {}
         for column, before in self.shapes[index].places:
             first = self.positions[column.type][index] + n_tokens * before
             values = self.values[column.type][first : first + n_tokens * column.per_token]
@@ -117,11 +119,13 @@ class WideColumns:
         return found
 
 
-def take_apart(arrays: Sequence[pa.Array], schema: pa.Schema, is_chunk: Array, sizes: Array, what: str) -> WideColumns:
-    """The columns of a validated batch, `sizes` being the tokens of each record. Raises Damaged."""
+def take_apart(
+    arrays: Sequence[pa.Array], schema: pa.Schema, is_chunk: Array, sizes: Array, what: str
+) -> Callable[[int], Mapping[str, Array]]:
+    """What gives the columns of a record of a validated batch, `sizes` being the tokens of each. Raises Damaged."""
     types = types_in(schema)
     if not types:
-        return WideColumns({}, {}, [_Shape()] * len(sizes))
+        return no_columns
     texts = arrays[0].to_pylist()
     parsed: dict[str | None, _Shape] = {None: _Shape()}
     for text in texts:
@@ -140,7 +144,7 @@ def take_apart(arrays: Sequence[pa.Array], schema: pa.Schema, is_chunk: Array, s
             raise Damaged(f"{what}: {name} does not have the values that wide says")
         values[type_] = _bools(flat) if type_ == "bool" else columns.numbers(flat, name, what)
         positions[type_] = at.tolist()
-    return WideColumns(values, positions, shapes)
+    return WideColumns(values, positions, shapes, sizes.tolist()).of
 
 
 def _bools(flat: pa.Array) -> Array:

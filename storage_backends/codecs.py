@@ -17,6 +17,7 @@ from typing import Literal
 from recovery.errors import ConfigError, Damaged, FormatNotUnderstood
 from recovery.model import Record, SegmentInfo
 from recovery.ports import EncodedSegment, SegmentCodec
+from recovery.records import Records
 
 CodecName = Literal["arrow", "zarr"]
 
@@ -62,11 +63,11 @@ class MixedSegmentCodec:
     def describe(self, key: str, data: bytes) -> SegmentInfo:
         return codec_of_key(key).describe(key, data)
 
-    def decode(self, data: bytes, info: SegmentInfo | None) -> list[Record]:
+    def decode(self, data: bytes, info: SegmentInfo | None) -> Records:
         codec = _codec_of_bytes(data) if info is None else codec_of_key(info.key)
         return codec.decode(data, info)
 
-    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> list[Record]:
+    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         return codec_of_key(info.key).decode_batch(data, info, batch)
 
 

@@ -1,4 +1,4 @@
-"""The JSON texts inside a ledger object: its header, and identity, end and history of a call.
+"""The JSON texts inside a ledger object: its header, and end and history of a call.
 
 Owns: their fields, to text and back with every type checked (docs/format.md, section 8).
 Does not know: columns, files.
@@ -6,7 +6,7 @@ Does not know: columns, files.
 Invariants:
 1. What is read back equals what was written; unknown fields are ignored.
 2. A text that is not of this form is Damaged, naming the call and the field.
-3. A digest is lower-case hex; a key is checked before anyone asks a store for it.
+3. A key is checked before anyone asks a store for it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from functools import lru_cache
 from typing import Any
 
 from recovery.errors import Damaged
-from recovery.model import FINISH_REASONS, Identity, RecordRef, Restarted, Restore, Resumed
+from recovery.model import FINISH_REASONS, Restarted, Restore, Resumed
 from storage_backends.keys import is_key
-from storage_backends.strict_json import dump, parse, parse_list, take, take_number, take_stop_reason
+from storage_backends.strict_json import Where, dump, parse, parse_list, take, take_number, take_stop_reason
 
 Ended = tuple[str, int | str | None]
 
@@ -51,58 +51,12 @@ def check_header(header: dict[str, Any], what: str) -> None:
         raise Damaged(f"{what}: a segment is described twice")
 
 
-def identity_text(identity: Identity | None) -> str | None:
-    if identity is None:
-        return None
-    opened = {"segment": identity.opened.segment, "index": identity.opened.index}
-    return dump(
-        {
-            "rollout": identity.rollout,
-            "turn": identity.turn,
-            "request_digest": identity.request_digest.hex(),
-            "source_digest": identity.source_digest,
-            "restart_only": identity.restart_only,
-            "opened": opened,
-        }
-    )
-
-
-def read_identity(text: str, known: dict[str, str], where: str) -> Identity:
-    """`known` gathers the keys that were read, so that one string serves all rows."""
-    where = f"{where}, identity"
-    record = parse(text, where)
-    opened = take(record, "opened", dict, where)
-    segment = take(opened, "segment", str, where)
-    if segment not in known:
-        if not is_key(segment):
-            raise Damaged(f"{where}: segment {segment!r:.200} is no key")
-        known[segment] = segment
-    return Identity(
-        rollout=take(record, "rollout", str, where),
-        turn=take_number(record, "turn", where),
-        request_digest=_digest(take(record, "request_digest", str, where), where),
-        source_digest=take(record, "source_digest", str, where),
-        restart_only=take(record, "restart_only", str, where),
-        opened=RecordRef(known[segment], take_number(opened, "index", where)),
-    )
-
-
-def _digest(text: str, where: str) -> bytes:
-    try:
-        value = bytes.fromhex(text)
-    except ValueError:
-        value = b""
-    if value.hex() != text or len(value) != 16:
-        raise Damaged(f"{where}: {text!r:.60} is not 32 lower-case hex digits")
-    return value
-
-
 @lru_cache(maxsize=1024)
 def ended_text(ended: Ended | None) -> str | None:
     return None if ended is None else dump({"finish_reason": ended[0], "stop_reason": ended[1]})
 
 
-def read_ended(text: str, where: str) -> Ended:
+def read_ended(text: str, where: Where) -> Ended:
     where = f"{where}, ended"
     record = parse(text, where)
     reason = take(record, "finish_reason", str, where)
@@ -125,12 +79,14 @@ def _event(restore: Restore) -> dict[str, Any]:
             return {"kind": "restart", "at": at, "snapshot": snapshot, "reason": reason}
 
 
-def read_history(text: str, where: str) -> tuple[Restore, ...]:
+def read_history(text: str, where: Where) -> tuple[Restore, ...]:
+    if text == "[]":
+        return ()
     where = f"{where}, history"
-    return () if text == "[]" else tuple(_read_event(item, where) for item in parse_list(text, where))
+    return tuple(_read_event(item, where) for item in parse_list(text, where))
 
 
-def _read_event(item: Any, where: str) -> Restore:
+def _read_event(item: Any, where: Where) -> Restore:
     if not isinstance(item, dict):
         raise Damaged(f"{where}: an entry is no JSON object")
     at, snapshot = take_number(item, "at", where), take_number(item, "snapshot", where)

@@ -12,6 +12,9 @@ Invariants:
 from __future__ import annotations
 
 import json
+import json.scanner
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from recovery.errors import Damaged
@@ -31,9 +34,13 @@ def _refuse(constant: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
+_scan: Callable[[str, int], tuple[Any, int]] = json.scanner.make_scanner(_DECODER)  # type: ignore[arg-type]
+
+Where = object
+"""What a message is about: a text, or something that is made into one when there is a message."""
 
 
-def parse(text: str, what: str) -> dict[str, Any]:
+def parse(text: str, what: Where) -> dict[str, Any]:
     """The object that `text` is."""
     value = _decode(text, what)
     if not isinstance(value, dict):
@@ -41,7 +48,7 @@ def parse(text: str, what: str) -> dict[str, Any]:
     return value
 
 
-def parse_list(text: str, what: str) -> list[Any]:
+def parse_list(text: str, what: Where) -> list[Any]:
     """The list that `text` is."""
     value = _decode(text, what)
     if not isinstance(value, list):
@@ -49,14 +56,18 @@ def parse_list(text: str, what: str) -> list[Any]:
     return value
 
 
-def _decode(text: str, what: str) -> Any:
+def _decode(text: str, what: Where) -> Any:
     try:
-        return _DECODER.decode(text)
+        with suppress(StopIteration):
+            value, end = _scan(text, 0)
+            if end == len(text):
+                return value
+        return _DECODER.decode(text)  # white space around the value, or an error to be named
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{what} is not JSON: {error}") from error
 
 
-def take(record: dict[str, Any], name: str, kind: type[T], what: str) -> T:
+def take(record: dict[str, Any], name: str, kind: type[T], what: Where) -> T:
     """Field `name`, which has to be of exactly this type."""
     value = record.get(name)
     if type(value) is not kind:
@@ -66,7 +77,7 @@ def take(record: dict[str, Any], name: str, kind: type[T], what: str) -> T:
     return value  # type: ignore[no-any-return]
 
 
-def take_number(record: dict[str, Any], name: str, what: str, *, limit: int = 1 << 63) -> int:
+def take_number(record: dict[str, Any], name: str, what: Where, *, limit: int = 1 << 63) -> int:
     """Field `name`, an integer in [0, limit)."""
     value = take(record, name, int, what)
     if not 0 <= value < limit:
@@ -74,14 +85,14 @@ def take_number(record: dict[str, Any], name: str, what: str, *, limit: int = 1 
     return value
 
 
-def take_stop_reason(record: dict[str, Any], what: str) -> int | str | None:
+def take_stop_reason(record: dict[str, Any], what: Where) -> int | str | None:
     value = record.get("stop_reason")
     if value is None or type(value) is int:
         return value
     return take(record, "stop_reason", str, what)
 
 
-def _encodable(text: str, name: str, what: str) -> None:
+def _encodable(text: str, name: str, what: Where) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:

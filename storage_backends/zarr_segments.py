@@ -21,9 +21,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from recovery.errors import Damaged
-from recovery.model import BatchInfo, Record, SegmentInfo, raw_nbytes
+from recovery.model import BatchInfo, Record, SegmentInfo
 from recovery.ports import EncodedSegment
+from recovery.records import Records
 from storage_backends import arrow_wide, zarr_arrays, zarr_batches, zarr_zip
 from storage_backends.arrow_records import from_batch, to_arrays
 from storage_backends.sums import check_bytes, crc32c, crc_from_key
@@ -60,10 +63,11 @@ class ZarrSegmentCodec:
         self._records_per_batch = records_per_batch
 
     def encode(self, records: Sequence[Record], key_stem: str) -> EncodedSegment:
-        per_batch = _per_batch(records, self._records_per_batch)
-        parts = [records[at : at + per_batch] for at in range(0, len(records), per_batch)]
-        types = arrow_wide.types_of(records)
-        batches = [to_columns(to_arrays(part, types), types) for part in parts]
+        whole = Records.of(records)
+        per_batch = _per_batch(whole, self._records_per_batch)
+        parts = [slice(at, min(at + per_batch, len(whole))) for at in range(0, len(whole), per_batch)]
+        types = arrow_wide.types_of(whole)
+        batches = [to_columns(to_arrays(whole, part, types), types) for part in parts]
         layout = zarr_batches.layout_of(batches, per_batch, types)
         named = zarr_arrays.documents(layout)
         bounds = [len(named)]
@@ -72,7 +76,7 @@ class ZarrSegmentCodec:
             bounds.append(len(named))
         data, entries = zarr_zip.write(named)
         infos = tuple(
-            _info(data, entries[first].offset, entries[stop - 1].stop, len(part))
+            _info(data, entries[first].offset, entries[stop - 1].stop, part.stop - part.start)
             for first, stop, part in zip(bounds, bounds[1:], parts, strict=False)
         )
         if layout.nbytes > _nbytes_max(data):
@@ -90,7 +94,7 @@ class ZarrSegmentCodec:
         infos = tuple(_info(data, batch.begin, batch.stop, batch.n_records) for batch in batches)
         return SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos, wide=layout.types)
 
-    def decode(self, data: bytes, info: SegmentInfo | None) -> list[Record]:
+    def decode(self, data: bytes, info: SegmentInfo | None) -> Records:
         what = "a segment" if info is None else f"segment {info.key}"
         if info is not None:
             check_bytes(data, nbytes=info.nbytes, crc32c=info.crc32c, what=what)
@@ -100,13 +104,10 @@ class ZarrSegmentCodec:
             found = [(batch.begin, batch.stop - batch.begin, batch.n_records) for batch in batches]
             if told != found or layout.types != info.wide:
                 raise Damaged(f"{what} is not divided into batches, or has not the wide columns, as recorded")
-        records: list[Record] = []
-        for batch in batches:
-            columns = zarr_batches.read_columns(batch.runs, batch.n_records, layout, what)
-            records += from_batch(from_columns(columns, layout.types, what), what)
-        return records
+        read = (zarr_batches.read_columns(batch.runs, batch.n_records, layout, what) for batch in batches)
+        return Records.joined([from_batch(from_columns(columns, layout.types, what), what) for columns in read])
 
-    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> list[Record]:
+    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         if not 0 <= batch < len(info.batches):
             raise ValueError(f"segment {info.key} has {len(info.batches)} batches, no batch {batch}")
         told = info.batches[batch]
@@ -147,12 +148,10 @@ def _info(data: bytes, begin: int, stop: int, n_records: int) -> BatchInfo:
     return BatchInfo(begin, stop - begin, crc32c(data[begin:stop]), n_records)
 
 
-def _per_batch(records: Sequence[Record], at_most: int) -> int:
+def _per_batch(records: Records, at_most: int) -> int:
     """How many records every batch but the last has: at most so many, and never too many bytes."""
-    sizes = [raw_nbytes(record) for record in records]
+    ends = np.concatenate([[0], np.cumsum(records.raw_nbytes())])
     per_batch = max(1, min(at_most, len(records)))
-    while per_batch > 1 and any(
-        sum(sizes[at : at + per_batch]) > RAW_BYTES_PER_BATCH for at in range(0, len(records), per_batch)
-    ):
+    while per_batch > 1 and np.diff(ends[[*range(0, len(records), per_batch), -1]]).max() > RAW_BYTES_PER_BATCH:
         per_batch //= 2
     return per_batch

@@ -34,7 +34,9 @@ SLOT_LIMIT, JSON_LIMIT, ARROW_LIMIT, TOKEN_LIMIT, DEPTH_LIMIT = 64 << 10, 64 << 
 LEDGER = (
     "call_id: fixed_size_binary[16], attempt: uint32, state: uint8, n_tokens: uint32, kept: uint32, "
     "chunks: list<: struct<segment: uint32, index: uint32, start: uint32, n_tokens: uint32, "
-    "digest: fixed_size_binary[16], lineage: string, number: uint64>>, identity: string, ended: string, history: string"
+    "digest: fixed_size_binary[16], lineage: string, number: uint64>>, "
+    "identity: struct<rollout: string, turn: uint64, request_digest: fixed_size_binary[16], source_digest: string, "
+    "restart_only: string, segment: string, index: uint32>, ended: string, history: string"
 )
 SEGMENT = (
     "kind: uint8, call_id: fixed_size_binary[16], attempt: uint32, start: uint32, token_ids: list<: int32>, "
@@ -277,7 +279,8 @@ def row_of(batch, i):
 def read_call(row, record):
     """A ledger's row with its tokens. `record(key, index)` gives a record of a segment."""
     call = f"call {row['call_id'].hex()}"
-    identity, history = parse(row["identity"], call), parse(row["history"], call, list)
+    identity, history = row["identity"], parse(row["history"], call, list)
+    need(None not in identity.values() and identity["turn"] < 1 << 63, call, "has an identity with a hole")
     ended = {"finish_reason": None, "stop_reason": None} if row["ended"] is None else parse(row["ended"], call)
 
     def take(key, index, kind):
@@ -287,12 +290,12 @@ def read_call(row, record):
         need(got["attempt"] <= row["attempt"], name, "is of a later attempt")
         return name, got
 
-    name, got = take(identity["opened"]["segment"], identity["opened"]["index"], 0)
+    name, got = take(identity["segment"], identity["index"], 0)
     body, prompt = parse(got["body"], name), got["token_ids"]
     parts = [u64(len(prompt)), prompt.astype("<i4").tobytes()]
     asked = digest(b"request", *parts, lp(canonical(body["sampling"])), lp(canonical(without_draws(body["extra"]))))
     need(asked == got["digest"], name, "has another request digest")
-    need(asked.hex() == identity["request_digest"], name, "is not the request that the ledger names")
+    need(asked == identity["request_digest"], name, "is not the request that the ledger names")
     for field in ("rollout", "turn", "restart_only", "source_digest"):
         need(body[field] == identity[field], name, f"has another {field} than the ledger")
     own = digest(b"call", lp(body["rollout"]), u64(body["turn"]), asked)

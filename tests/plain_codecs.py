@@ -34,6 +34,7 @@ from recovery.model import (
     SegmentInfo,
 )
 from recovery.ports import EncodedSegment
+from recovery.records import Records
 
 
 def _pack(array: Any) -> str:
@@ -126,12 +127,12 @@ class PlainSegments:
         crc = zlib.crc32(data)
         return SegmentInfo(key=key, nbytes=len(data), crc32c=crc, batches=(BatchInfo(0, len(data), crc, n),))
 
-    def decode(self, data: bytes, info: SegmentInfo | None) -> list[Record]:
+    def decode(self, data: bytes, info: SegmentInfo | None) -> Records:
         if info is not None and (len(data) != info.nbytes or zlib.crc32(data) != info.crc32c):
             raise DigestMismatch(f"{info.key} is not what was written")
-        return [_record_from_json(value) for value in json.loads(data)]
+        return Records.of([_record_from_json(value) for value in json.loads(data)])
 
-    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> list[Record]:
+    def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         return self.decode(data, info)
 
 

@@ -31,6 +31,7 @@ HEAVY = ("torch", "vllm", "pyarrow", "zarr", "fsspec", "ray", "s3fs", "google_cr
 
 CORE_FOR_BACKENDS = {
     "recovery.model", "recovery.errors", "recovery.ports", "recovery.codec", "recovery.ledger_columns",
+    "recovery.records",
 }  # fmt: skip
 """What storage_backends may know of the core."""
 

@@ -143,7 +143,7 @@ def test_no_library_is_loaded_before_it_is_needed() -> None:
     script = (
         "import sys, storage_backends.codecs as c; assert not {'pyarrow', 'zarr', 'numcodecs'} & set(sys.modules);"
         "m = c.MixedSegmentCodec('arrow'); assert 'storage_backends.zarr_segments' not in sys.modules;"
-        "d = c.segment_codec('zarr').encode([], 'seg/x').data; assert m.decode(d, None) == [];"
+        "d = c.segment_codec('zarr').encode([], 'seg/x').data; assert len(m.decode(d, None)) == 0;"
         "assert not {'zarr', 'numcodecs'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

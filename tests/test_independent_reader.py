@@ -167,7 +167,7 @@ def test_golden_files_are_the_ones_that_were_written() -> None:
     # Some tools leave these out of an archive; they are foreign to the store anyway.
     may_lack = {name for name in listed if name.endswith(".DS_Store")}
     assert {**{name: listed[name] for name in may_lack}, **found} == listed
-    assert sum(path.stat().st_size for path in files) < 150_000
+    assert sum(path.stat().st_size for path in files) < 170_000
 
 
 def test_independent_reader_imports_nothing_of_the_project() -> None:
@@ -490,7 +490,9 @@ def rewrite_segment(root: Root, change: Change, change_row: Change = lambda row:
     }
 
     def renamed(row: dict[str, Any]) -> dict[str, Any]:
-        return {**row, "identity": row["identity"] and row["identity"].replace(info["key"], key)}
+        who = row["identity"]
+        moved = who is not None and who["segment"] == info["key"]
+        return {**row, "identity": {**who, "segment": key}} if moved else row
 
     segments = [fresh if other is info else other for other in described]
     rewrite_ledger(root, lambda header: {**header, "segments": segments}, renamed)
@@ -575,7 +577,7 @@ def test_unknown_fields_inside_are_ignored(tmp_path: Path) -> None:
         parent, segments = {**document["parent"], "later": 1}, [{**s, "later": 1} for s in document["segments"]]
         return {**document, "parent": parent, "segments": segments}
 
-    rewrite_ledger(root, header, lambda row: {**row, **{n: more(row[n]) for n in ("identity", "ended", "history")}})
+    rewrite_ledger(root, header, lambda row: {**row, **{n: more(row[n]) for n in ("ended", "history")}})
 
     def slot(document: dict[str, Any]) -> dict[str, Any]:
         body = document["body"]

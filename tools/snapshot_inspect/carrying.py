@@ -26,9 +26,10 @@ from recovery.errors import Damaged, DigestMismatch
 from recovery.layout import segment_stem
 from recovery.ledger import ChunkAt, Coordinates, Entry, Ledger, OpenedAt
 from recovery.log import Slot
-from recovery.model import ChunkRef, Identity, RecordRef, raw_nbytes
+from recovery.model import ChunkRef, Identity, RecordRef
 from recovery.ports import Entropy, LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
+from recovery.records import raw_nbytes
 from recovery.slots import SlotLog
 from recovery.snapshots import Loaded
 from recovery.staging import Staged, coordinates_of

@@ -76,7 +76,7 @@ def live_records(
         yield use, _about(info, use, DigestMismatch(f"{info.key}: {reason}"))
 
 
-def _checked(info: SegmentInfo, records: list[Record], begin: int, use: Use) -> Live | Wrong:
+def _checked(info: SegmentInfo, records: Sequence[Record], begin: int, use: Use) -> Live | Wrong:
     record = records[use.index - begin]
     if isinstance(record, Opened | Chunk) and is_right(record, use):
         return _copied(record)

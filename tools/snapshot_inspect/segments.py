@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from recovery.codec import call_id, chunk_digest, request_digest
@@ -72,7 +72,7 @@ def check_segment(store: ObjectStore, codec: SegmentCodec, info: SegmentInfo, us
     return checked
 
 
-def _wrong(records: list[Record], use: Use) -> tuple[str, str] | None:
+def _wrong(records: Sequence[Record], use: Use) -> tuple[str, str] | None:
     if use.index >= len(records):
         return MALFORMED, f"it has {len(records)} records and should hold {name_of(use)} as record {use.index}"
     return None if is_right(records[use.index], use) else (MISMATCH, f"record {use.index} is not {name_of(use)}")
