@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from recovery.errors import ObjectMissing
 from recovery.log import Slot
+from recovery.log_reading import read_slot
 from recovery.ports import ObjectStore
-from recovery.slots import read_slot
 
 
 def latest_claims(store: ObjectStore, tail: int, most: int) -> list[Slot]:

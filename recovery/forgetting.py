@@ -18,8 +18,9 @@ from typing import Any
 from recovery import pins
 from recovery.errors import ConfigError, Damaged, RecoveryError
 from recovery.log import Slot, forgotten_by
+from recovery.log_reading import walk_back
 from recovery.ports import ObjectStore
-from recovery.slots import SlotLog, walk_back
+from recovery.slots import SlotLog
 
 
 def forget(store: ObjectStore, log: SlotLog, snapshots: Collection[int]) -> Slot | None:

@@ -18,8 +18,8 @@ from recovery import layout
 from recovery.errors import Damaged, FormatNotUnderstood, NotFoundOrRefused, ObjectMissing, RecoveryError
 from recovery.ledger import Ledger
 from recovery.log import Slot, forgotten_by
+from recovery.log_reading import walk_back
 from recovery.ports import LedgerCodec, ObjectStore
-from recovery.slots import walk_back
 from recovery.snapshots import MAX_JSON_BYTES, LedgerObject, ObjectRef, Snapshot, get_object, read_ledger_objects
 
 

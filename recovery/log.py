@@ -1,7 +1,7 @@
 """The rules of the numbered log: what a slot is, who won it, and who may write the next one.
 
 Owns: the slot's encoding, the outcome of a create, the succession rules (docs/format.md, section 6).
-Does not know: a store, a clock, randomness; slots.py drives these rules over an ObjectStore.
+Does not know: a store, a clock, randomness; slots.py and log_reading.py apply these rules to an ObjectStore.
 
 Invariants:
 1. Slot n + 1 names the SHA-256 of slot n; numbers are dense from 1, and slot 1 is a claim.

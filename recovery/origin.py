@@ -15,8 +15,8 @@ from typing import Any
 
 from recovery.errors import NothingPublished
 from recovery.log import Slot
+from recovery.log_reading import Read, find_tail, walk_back
 from recovery.ports import ObjectStore
-from recovery.slots import Read, find_tail, walk_back
 
 TEXT_MAX = 200
 _TEXTS, _NUMBERS = ("store_id", "cause", "owner"), ("snapshot", "epoch", "adopted")

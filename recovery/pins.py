@@ -25,8 +25,9 @@ from recovery import garbage, layout
 from recovery.codec import canonical_json
 from recovery.errors import ConfigError, Damaged, FormatNotUnderstood, NothingPublished, RecoveryError
 from recovery.log import Slot, forgotten_by
+from recovery.log_reading import read_slot, walk_back
 from recovery.ports import Clock, Entropy, LedgerCodec, ObjectStore
-from recovery.slots import SlotLog, read_slot, walk_back
+from recovery.slots import SlotLog
 from recovery.snapshots import Snapshot
 
 

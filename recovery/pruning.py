@@ -16,10 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recovery.errors import NothingPublished
+from recovery.log_reading import Read, find_tail, walk_back
 from recovery.ports import Entropy, LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
 from recovery.restore import Restored, choose, restore
-from recovery.slots import Read, SlotLog, find_tail, walk_back
+from recovery.slots import SlotLog
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,12 +38,12 @@ from recovery.errors import (
 )
 from recovery.ledger import Entry, Ledger
 from recovery.log import Slot, forgotten_by
+from recovery.log_reading import walk_back
 from recovery.model import OPEN, CallId
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
 from recovery.reading import Transcript, missing_segments, read_transcripts
 from recovery.resume import ResumePlan, StopRules
-from recovery.slots import walk_back
 from recovery.snapshots import Loaded, Snapshot, load
 
 DELETES_PER_RESTORE = 256

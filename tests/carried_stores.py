@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from recovery.ledger import Entry
+from recovery.log_reading import Read, find_tail, walk_back
 from recovery.model import Chunk, PolicyVersion
 from recovery.ports import ObjectStore
-from recovery.slots import Read, find_tail, walk_back
 from recovery.snapshots import Loaded, Snapshot, load
 from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.codecs import CodecName, MixedSegmentCodec

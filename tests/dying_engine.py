@@ -17,7 +17,7 @@ from typing import Any
 
 from prefix_recovery.engine import Engine
 from prefix_recovery.processes import Identity, descendants
-from recovery.slots import find_tail
+from recovery.log_reading import find_tail
 from storage_backends import open_store
 from tests.engine_runs import block, greedy, open_session, prompts, tokens_of, until
 from vllm_hooks import RecoverableEngine

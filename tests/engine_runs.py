@@ -21,9 +21,9 @@ from recovery import codec
 from recovery import resume_table as table
 from recovery.config import CheckpointingConfig, GymConfig
 from recovery.ledger import Entry
+from recovery.log_reading import find_tail, walk_back
 from recovery.model import Request
 from recovery.reading import Transcript, read_transcripts
-from recovery.slots import find_tail, walk_back
 from recovery.snapshots import Snapshot, load
 from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec

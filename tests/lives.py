@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from recovery import garbage
+from recovery.log_reading import read_slot
 from recovery.protocol import Verdict
-from recovery.slots import read_slot
 from recovery.snapshots import Snapshot
 from storage_backends.memory import MemoryStore
 from tests.fake_engine import Life

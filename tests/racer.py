@@ -28,10 +28,10 @@ import threading
 from typing import Any, cast
 
 from recovery.errors import Damaged, Fenced, RecoveryError
+from recovery.log_reading import read_slot
 from recovery.ports import ObjectStore
 from recovery.protocol import Verdict
 from recovery.reading import missing_segments, read_transcripts
-from recovery.slots import read_slot
 from recovery.snapshots import Snapshot, load
 from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec

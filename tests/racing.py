@@ -44,8 +44,8 @@ from storage_backends.testing import s3_proxy as faults
 from storage_backends.testing.s3_proxy import FaultProxy, Hold
 from storage_backends.testing.servers import BUCKET, KEY, REGION, SECRET
 from tests.fake_engine import Life, reference_answers
+from tests.log_stores import all_slots
 from tests.racer import PROMPTS
-from tests.test_slots import all_slots
 
 LONGEST_S = 120.0
 WAYS = ("moment", "before", "after")

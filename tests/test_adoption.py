@@ -9,9 +9,9 @@ import pytest
 from recovery.errors import (
     DigestMismatch,
 )
+from recovery.log_reading import read_slot
 from recovery.ports import Listed
 from recovery.protocol import Verdict
-from recovery.slots import read_slot
 from storage_backends.memory import MemoryStore
 from tests.fake_engine import Life, content_of, reference_answers
 from tests.lives import DAMAGES, damage_flip, damage_missing, ids, objects_of, tokens, worked

@@ -22,10 +22,10 @@ import pytest
 
 from recovery.errors import Damaged, FormatNotUnderstood, ObjectMissing
 from recovery.ledger import Entry
+from recovery.log_reading import Read, find_tail, walk_back
 from recovery.model import OPEN, WIDE_TYPES, Chunk, Record
 from recovery.ports import ObjectStore
 from recovery.reading import read_segment, read_transcripts
-from recovery.slots import Read, find_tail, walk_back
 from recovery.snapshots import Loaded, Snapshot, check_root, load
 from storage_backends import arrow_file
 from storage_backends.arrow_ledger import ArrowLedgerCodec

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from recovery.errors import StoreUnavailable
-from recovery.slots import SlotLog, read_slot
+from recovery.log_reading import read_slot
+from recovery.slots import SlotLog
 from snapshot_inspect import ahead
 from snapshot_inspect.survey import Unreadable, walk
 from storage_backends.memory import MemoryStore

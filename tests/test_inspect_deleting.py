@@ -14,7 +14,8 @@ import pytest
 
 from prefix_recovery import cli as jobs
 from recovery.errors import RecoveryError
-from recovery.slots import SlotLog, read_slot
+from recovery.log_reading import read_slot
+from recovery.slots import SlotLog
 from snapshot_inspect import cli, places, pruning, writing
 from storage_backends import temporaries
 from storage_backends.local import LocalStore

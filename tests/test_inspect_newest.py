@@ -19,9 +19,10 @@ import pytest
 from recovery.adoption import Adoption, adopt
 from recovery.errors import Damaged, NothingPublished, RecoveryError
 from recovery.forgetting import forget
+from recovery.log_reading import find_tail
 from recovery.ports import ObjectStore
 from recovery.restore import Chosen, choose
-from recovery.slots import SlotLog, find_tail
+from recovery.slots import SlotLog
 from snapshot_inspect import cli
 from snapshot_inspect.newest import Newest, newest
 from snapshot_inspect.places import ledger_codec, segment_codec

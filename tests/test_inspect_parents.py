@@ -38,8 +38,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def unfinished_import() -> ObjectStore:
     """A first slot that is an import's claim, and nothing else but the mark."""
+    from recovery.log_reading import read_slot
     from recovery.origin import import_claim, origin_here
-    from recovery.slots import SlotLog, read_slot
+    from recovery.slots import SlotLog
     from tests.fakes import ManualClock, SeededEntropy
 
     store = made(stores.empty)

@@ -12,9 +12,10 @@ import pytest
 from recovery import garbage, layout, log, pins
 from recovery.errors import ConfigError, Damaged, NothingPublished, OutcomeUnknown, StoreUnavailable
 from recovery.forgetting import forget
+from recovery.log_reading import read_slot
 from recovery.ports import ObjectStore
 from recovery.restore import compatibility_record
-from recovery.slots import SlotLog, read_slot
+from recovery.slots import SlotLog
 from recovery.snapshots import Snapshot
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import PASS, FaultyStore, RaiseAfter, RaiseBefore

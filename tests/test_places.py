@@ -19,10 +19,10 @@ from recovery import layout, log
 from recovery.codec import fingerprint
 from recovery.coordinator import Coordinator, InOneThread
 from recovery.errors import Fenced, SnapshotAbandoned
+from recovery.log_reading import read_slot
 from recovery.ports import Listed, ObjectStore, Put
 from recovery.protocol import Verdict
 from recovery.restore import compatibility_record
-from recovery.slots import read_slot
 from recovery.snapshots import Snapshot
 from snapshot_inspect import cli
 from storage_backends import open_store
@@ -37,7 +37,7 @@ from tests import test_protocol_simulation as simulation
 from tests.fake_engine import MUST, Life, Prompt, content_of, reference_answers
 from tests.fakes import V0, ManualClock
 from tests.lives import ids, objects_of, tokens, worked
-from tests.test_slots import all_slots
+from tests.log_stores import all_slots
 
 if TYPE_CHECKING:
     from tests.places import Place  # a plugin: pytest imports it

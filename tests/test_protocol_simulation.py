@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 from recovery import layout
 from recovery.ledger import Ledger
+from recovery.log_reading import read_slot
 from recovery.ports import ObjectStore
 from recovery.protocol import Verdict
-from recovery.slots import read_slot
 from recovery.snapshots import Snapshot, load, read_ledger_objects
 from storage_backends.memory import MemoryStore
 from tests.fake_engine import Life, Prompt, reference_answers

@@ -22,10 +22,11 @@ from recovery.errors import (
     StoreUnavailable,
 )
 from recovery.ledger import Ledger
+from recovery.log_reading import read_slot
 from recovery.model import Record
 from recovery.ports import ObjectStore
 from recovery.publication import WORTH_A_SLOT, Publication
-from recovery.slots import SlotLog, read_slot
+from recovery.slots import SlotLog
 from recovery.snapshots import Snapshot, load
 from recovery.staging import Staged, coordinates_of
 from storage_backends.memory import MemoryStore

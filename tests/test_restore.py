@@ -22,9 +22,10 @@ from recovery.errors import (
     StoreUnavailable,
 )
 from recovery.ledger_columns import Names
+from recovery.log_reading import read_slot
 from recovery.model import ENDED, OPEN, Restarted, Resumed
 from recovery.restore import Choice, compatibility_record, differences
-from recovery.slots import SlotLog, read_slot
+from recovery.slots import SlotLog
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import PASS, CountingStore, FaultyStore, RaiseBefore
 from tests.fake_engine import Life, Prompt, V, next_token, reference_answers

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from prefix_recovery.interrupted import JobFigures
 from prefix_recovery.tiny import make_tiny_llama
-from recovery.slots import find_tail, walk_back
+from recovery.log_reading import find_tail, walk_back
 from storage_backends import open_store
 from tests.conftest import OnLoop
 from tests.engine_runs import read_back

@@ -23,7 +23,7 @@ from storage_backends.testing.s3_proxy import FaultProxy, Seen, of, when
 from storage_backends.testing.servers import BUCKET, Server
 from tests.fake_engine import Life, reference_answers
 from tests.fakes import ManualClock, SeededEntropy
-from tests.test_slots import all_slots
+from tests.log_stores import all_slots
 
 pytest_plugins = ["storage_backends.testing.s3_fixtures"]
 pytestmark = pytest.mark.usefixtures("s3_environment")

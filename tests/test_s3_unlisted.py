@@ -9,7 +9,7 @@ import pytest
 
 from recovery.errors import CredentialsRefused, Fenced, NotFoundOrRefused
 from recovery.log import slot_key
-from recovery.slots import find_tail
+from recovery.log_reading import find_tail
 from snapshot_inspect import cli
 from storage_backends.s3 import S3Store
 from storage_backends.testing import s3_proxy as faults
@@ -17,7 +17,7 @@ from storage_backends.testing.s3_proxy import FaultProxy
 from storage_backends.testing.servers import BUCKET, Server
 from tests.fake_engine import Life, reference_answers
 from tests.lives import ids, objects_of, worked
-from tests.test_slots import all_slots
+from tests.log_stores import all_slots
 
 pytest_plugins = ["storage_backends.testing.s3_fixtures"]
 pytestmark = pytest.mark.usefixtures("s3_environment")

@@ -24,6 +24,7 @@ from recovery.codec import canonical_json, fingerprint
 from recovery.config import CheckpointingConfig
 from recovery.errors import Damaged
 from recovery.log import Slot
+from recovery.log_reading import Read, find_tail, walk_back
 from recovery.origin import refuse_unfinished_import
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
@@ -38,7 +39,7 @@ from recovery.restore import (
     restore,
 )
 from recovery.resume import StopRules
-from recovery.slots import Read, SlotLog, find_tail, walk_back
+from recovery.slots import SlotLog
 from recovery.snapshots import Snapshot, load, make_root
 from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec

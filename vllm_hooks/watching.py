@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from recovery.log_reading import Read, walk_back
 from recovery.ports import Listed, ObjectStore, Put
-from recovery.slots import Read, walk_back
 from recovery.snapshots import Snapshot
 
 

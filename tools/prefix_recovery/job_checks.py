@@ -24,8 +24,8 @@ from recovery.claims import latest_claims
 from recovery.config import JobConfig, effective_mode
 from recovery.errors import NoStore, RecoveryError
 from recovery.log import Slot
+from recovery.log_reading import find_tail
 from recovery.ports import ObjectStore
-from recovery.slots import find_tail
 from recovery.snapshots import FORMAT_KEY, check_root
 from storage_backends import open_store
 from storage_backends.posix import translate

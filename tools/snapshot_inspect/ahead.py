@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from recovery.log_reading import Read, read_slot
 from recovery.ports import ObjectStore
-from recovery.slots import Read, read_slot
 
 FROM_SLOTS = 64
 """Shorter logs are read one slot after the other."""
@@ -41,7 +41,7 @@ class Slots:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def read(self, seq: int) -> Read | None:
-        """As recovery.slots.read_slot. `seq` never grows from call to call."""
+        """As recovery.log_reading.read_slot. `seq` never grows from call to call."""
         if self._pool is None:
             return read_slot(self._store, seq)
         self._next = min(self._next, seq)

@@ -18,11 +18,11 @@ from typing import Any
 from recovery import resume
 from recovery.errors import Damaged
 from recovery.ledger import Entry
+from recovery.log_reading import Read, walk_back
 from recovery.model import ENDED, OPEN
 from recovery.reading import Transcript, read_transcripts
 from recovery.restore import Choice, Chosen, choose
 from recovery.resume import StopRules
-from recovery.slots import Read, walk_back
 from recovery.snapshots import Snapshot
 from snapshot_inspect import documents
 from snapshot_inspect.calls import in_order

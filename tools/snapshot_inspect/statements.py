@@ -19,9 +19,9 @@ from recovery.codec import fingerprint
 from recovery.errors import CredentialsRefused, Damaged, FormatNotUnderstood, ObjectMissing
 from recovery.ledger import Counts
 from recovery.log import check_successor, slot_key
+from recovery.log_reading import read_slot
 from recovery.ports import ObjectStore
 from recovery.reading import by_last_byte
-from recovery.slots import read_slot
 from recovery.snapshots import Loaded, ObjectRef, Snapshot
 from snapshot_inspect.findings import INCONSISTENT, Problem
 

@@ -4,8 +4,8 @@ Owns: reading slots with every error kept beside its slot, what the hint says, t
 Does not know: ledgers, segments, whether a snapshot is sound.
 
 Invariants:
-1. The slots are read newest first and by the rules of recovery.slots: an entry that the next one does not name is not
-   used. Other than there, a slot that is not understood does not end the walk; whoever walks decides.
+1. The slots are read newest first and by the rules of recovery.log_reading: an entry that the next one does not name
+   is not used. Other than there, a slot that is not understood does not end the walk; whoever walks decides.
 2. The tail is the one that a claim finds: by a listing of the whole log, whatever the hint says.
 3. The log alone is read.
 """
@@ -27,9 +27,9 @@ from recovery.errors import (
     ObjectMissing,
 )
 from recovery.log import Slot
+from recovery.log_reading import Read, find_tail, listed_tail, slot_exists
 from recovery.origin import refuse_unfinished_import
 from recovery.ports import ObjectStore
-from recovery.slots import Read, find_tail, listed_tail, slot_exists
 from recovery.snapshots import Snapshot
 from snapshot_inspect.ahead import Slots
 from snapshot_inspect.places import in_the_way

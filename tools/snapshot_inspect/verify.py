@@ -21,8 +21,8 @@ from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood, Object
 from recovery.layout import SEGMENTS
 from recovery.ledger import Ledger
 from recovery.log import Slot, forgotten_by, slot_key
+from recovery.log_reading import Read
 from recovery.ports import LedgerCodec, SegmentCodec
-from recovery.slots import Read
 from recovery.snapshots import MAX_JSON_BYTES, ObjectRef, Snapshot, get_object
 from snapshot_inspect.collected import Collected
 from snapshot_inspect.findings import MISSING, NOT_UNDERSTOOD, Finding, Problem
