@@ -92,7 +92,7 @@ class _Run:
         for line in self._file.bad:
             progress.say(f"{self._file.path} line {line.line}: {line.error}")
         try:
-            outcome = self._with_engine(progress) if missing else Outcome()
+            outcome = self._with_engine(progress) if missing else self._nothing_to_do(progress)
         finally:
             progress.close()
             if self._metrics is not None:
@@ -103,6 +103,14 @@ class _Run:
                 errors, ({"file": str(self._file.path), "line": b.line, "id": b.id, "error": b.error} for b in bad)
             )
         return self._exit_code(outcome, bad, progress)
+
+    def _nothing_to_do(self, progress: Progress) -> Outcome:
+        """Every id has its row. Said so, since a prompt or a model that was changed meanwhile is not noticed."""
+        progress.say(
+            "nothing to do: every prompt that can be read has its row, found by its id; model, prompts and sampling "
+            "were not compared with what the rows were made with"
+        )
+        return Outcome()
 
     def _progress(self) -> Progress:
         wanted = {(s.prompt.id, s.index) for s in self._samples}

@@ -22,6 +22,8 @@ from rich.progress import Progress as Bars
 from snapshot_inspect.texts import nbytes_text, printable_lines, seconds_text
 
 _LINE_EVERY_S = 10.0
+_SETTLED_S = 2.0
+"""A rate over less says nothing; most restores are over by then."""
 
 
 class Progress:
@@ -113,23 +115,26 @@ class Restoring:
         self._progress = progress
         self._bars = bars
         self._began = time.monotonic()
-        self._most = self._read = 0
+        self._most = self._read = self._before = 0
         self._task = None if bars is None else bars.add_task("restoring", visible=False, total=None, done="", rate="")
 
     def expect(self, nbytes: int) -> None:
+        """Rate and time left count from here: what came before was a look at a few small objects."""
         self._most = nbytes
+        self._began, self._before = time.monotonic(), self._read
 
     def read(self, nbytes: int) -> None:
         self._read += nbytes
         if not self._most:
             return
         self._most = max(self._most, self._read)
-        rate = self._read / max(1e-9, time.monotonic() - self._began)
+        took_s = time.monotonic() - self._began
+        rate = (self._read - self._before) / max(1e-9, took_s)
         done = f"{nbytes_text(self._read)} of at most {nbytes_text(self._most)}"
         if self._bars is not None and self._task is not None:
             said = f"{nbytes_text(rate)}/s"
             self._bars.update(self._task, visible=True, total=self._most, completed=self._read, done=done, rate=said)
-        elif self._progress.is_time():
+        elif took_s >= _SETTLED_S and self._progress.is_time():
             left = seconds_text((self._most - self._read) / rate) if rate else "unknown time"
             self._progress.say(f"restoring: {done} read, {nbytes_text(rate)}/s, at most {left} left")
 
