@@ -101,12 +101,12 @@ def session_engine(tiny_model: Path, on_loop: OnLoop[Any]) -> Iterator[Any]:
     """The session's AsyncLLM, with the settings that a job gets."""
     from prefix_recovery.engine import Engine
 
-    before = dict(os.environ)
+    before, others = dict(os.environ), descendants(os.getpid())
     started = Engine(str(tiny_model), ENGINE)
     os.environ.clear()
     os.environ.update(before)
     tempfile.tempdir = None
-    ours = descendants(os.getpid())
+    ours = [identity for identity in descendants(os.getpid()) if identity not in others]
 
     async def close() -> None:
         started.close()

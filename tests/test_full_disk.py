@@ -87,7 +87,7 @@ def test_f1_a_full_disk_under_the_store(
 ) -> None:
     """F1: decoding goes on, the last snapshot is intact, both troubles are counted and told with what to do; when there
     is room the next snapshot succeeds and every row is written, without a restart."""
-    rows = lines(6, least=150, step=20)
+    rows = lines(4, least=400, step=20)
     total = sum(row["sampling"]["max_tokens"] for row in rows)
     store = disk.folder / "store"
     config = write_job(tmp_path, tiny_model, rows, block={"store": str(store), "snapshot_interval_s": 0.2})
@@ -116,14 +116,14 @@ def test_f1_a_full_disk_under_the_store(
             assert session.counters.tokens_captured == total, "nothing was generated twice"
 
     on_loop(scenario())
-    assert len(rows_of(tmp_path)) == 6 and read_back(store).snapshot is not None
+    assert len(rows_of(tmp_path)) == 4 and read_back(store).snapshot is not None
 
 
 def test_f1_a_full_disk_under_the_output(
     engine: Any, on_loop: OnLoop[Any], tiny_model: Path, tmp_path: Path, disk: SmallDisk
 ) -> None:
     """F1: finished rows wait and are told; snapshots are taken all the while; then each row is there once."""
-    rows = lines(6, least=150, step=20)
+    rows = lines(4, least=400, step=20)
     total = sum(row["sampling"]["max_tokens"] for row in rows)
     output = disk.folder / "results.jsonl"
     config = write_job(tmp_path, tiny_model, rows, output=str(output), block={"snapshot_interval_s": 0.2})

@@ -46,14 +46,15 @@ def test_w2_a_job_in_a_bucket_is_killed_and_continued(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """W2, with `store: s3://…` on SeaweedFS: SIGKILL of the process group, then the same command: each row once."""
-    rows = lines(8, least=200, step=20)
+    rows = lines(8, least=400, step=20)
     total = sum(row["sampling"]["max_tokens"] for row in rows)
+    store = open_store(url, endpoint_url=seaweedfs.url)
+    assert store.list("seg/") == [], "and is connected from here on"
     block = {"store": url, "store_options": {"endpoint_url": seaweedfs.url}}
     config = write_job(tmp_path, tiny_model, rows, block=block)
     with running(config, "killed") as killed:
-        killed.after(rng.randint(total // 4, total // 2))
-        store = open_store(url, endpoint_url=seaweedfs.url)
-        wait_until(lambda: len(store.list("seg/")) >= 2, "segments in the bucket")
+        killed.after(rng.randint(total // 8, total // 3))
+        wait_until(lambda: bool(store.list("seg/")), "a segment in the bucket")
         killed.kill_group()
     last = run(config, "last")
     assert last.wait() == 0, last.text
@@ -68,7 +69,7 @@ def test_s1_a_server_that_goes_away_and_comes_back(
     moto: Server, url: str, tiny_model: Path, tmp_path: Path, engine: Any, on_loop: OnLoop[Any]
 ) -> None:
     """Decoding goes on, what waits is counted and told; when the server is back all is saved, without a restart."""
-    rows = lines(6, least=150, step=20)
+    rows = lines(4, least=600, step=20)
     total = sum(row["sampling"]["max_tokens"] for row in rows)
 
     async def scenario() -> None:
@@ -79,7 +80,7 @@ def test_s1_a_server_that_goes_away_and_comes_back(
         )
         async with job(engine, config) as (dispatch, session):
             work = asyncio.ensure_future(dispatch.run(await dispatch.matched(), asyncio.Event()))
-            await until(lambda: session.counters.snapshots >= 1 and session.counters.tokens_captured > 40)
+            await until(lambda: session.counters.tokens_captured > 40)
             await asyncio.to_thread(proxy.close)
             captured = session.counters.tokens_captured
             await until(lambda: {trouble.kind for trouble in session.troubles} == {"tokens", "snapshots"})
@@ -113,7 +114,7 @@ def test_s7_credentials_that_expire_during_a_job(
 ) -> None:
     """S7: renewed once where something keeps them fresh, and the job does not even notice. Where nothing did, it is
     told whose they are and what to renew, live rollouts go on, and it is over when somebody renewed them."""
-    rows = lines(6, least=150, step=20)
+    rows = lines(4, least=600, step=20)
     total = sum(row["sampling"]["max_tokens"] for row in rows)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -139,12 +140,11 @@ def test_s7_credentials_that_expire_during_a_job(
             store = session.opened.store
             assert isinstance(store, S3Store)
             work = asyncio.ensure_future(dispatch.run(await dispatch.matched(), asyncio.Event()))
-            await until(lambda: session.counters.snapshots >= 1)
+            await until(lambda: session.counters.tokens_captured > 40)
             renew("second")
             gone.add("first")
-            published = session.counters.snapshots
-            await until(lambda: session.counters.snapshots > published)
-            assert store.counters.renewals == 1 and session.troubles == []
+            await until(lambda: store.counters.renewals == 1)
+            assert session.troubles == []
             gone.add("second")
             await until(lambda: {trouble.kind for trouble in session.troubles} == {"tokens", "snapshots"})
             await until(lambda: session.counters.tokens_captured == total)
