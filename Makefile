@@ -15,10 +15,10 @@ SOURCES := recovery storage_backends vllm_hooks tools tests requirements
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check format browser soak clean
+.PHONY: help setup demo test check format browser soak bench-store clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
 setup: $(VENV)/ready  ## make the environment in .venv (a few minutes, 4 GB)
 
@@ -44,6 +44,9 @@ browser:  ## install Chromium for the tests of the report page, where there is n
 
 soak: $(VENV)/ready  ## kill the real job KILLS=50 times, race coordinators for RACES=100 rounds (0: leave out)
 	$(BIN)/python -m tests.soak --kills $(KILLS) --races $(RACES) $(ARGS)
+
+bench-store: $(VENV)/ready  ## measure the store: cost, size, restore, today's ways (12 minutes; ARGS=--quick: seconds)
+	$(BIN)/python -m bench store $(ARGS)
 
 clean:  ## remove the environment, caches and what was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,8 +19,10 @@ Invariants:
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -183,7 +185,8 @@ def choose(
                     raise NothingPublished(f"snapshot {seq} was forgotten", hint=_LIST)
                 continue
             if read.slot.kind == "snapshot" and (seq == choice or not isinstance(choice, int)):
-                loaded, transcripts = _verify(store, segments, ledgers, read.slot, must, chosen.collected)
+                with _without_collections():
+                    loaded, transcripts = _verify(store, segments, ledgers, read.slot, must, chosen.collected)
                 compatible(loaded.states)
                 chosen.loaded, chosen.transcripts = loaded, transcripts
                 return chosen
@@ -214,6 +217,18 @@ def choose(
             hint="to begin anew set restore: never",
         )
     return chosen
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """What is read makes some objects for each call and lets go of none: to look for cycles meanwhile finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _verify(

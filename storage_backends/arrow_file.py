@@ -54,9 +54,9 @@ class Parts:
 
 
 def write(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> tuple[bytes, Parts]:
-    """One file of these batches, zstd level 1, and where they lie in it."""
+    """One file of these batches, zstd level 3, and where they lie in it."""
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1), use_threads=False)
+    options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=3), use_threads=False)
     with pa.ipc.new_file(sink, schema, options=options) as writer:
         for batch in batches:
             if batch.nbytes > BATCH_BYTES_MAX:

@@ -23,8 +23,9 @@ PACKAGES = {
     "vllm_hooks": ROOT / "vllm_hooks",
     "prefix_recovery": ROOT / "tools" / "prefix_recovery",
     "snapshot_inspect": ROOT / "tools" / "snapshot_inspect",
+    "bench": ROOT / "tools" / "bench",
 }
-TOOLS = {"prefix_recovery", "snapshot_inspect"}
+TOOLS = {"prefix_recovery", "snapshot_inspect", "bench"}
 LINES_MAX = 400
 BANNED = ("Manager", "Handler", "Helper", "Util", "Common")
 HEAVY = ("torch", "vllm", "pyarrow", "zarr", "fsspec", "ray", "s3fs", "google_crc32c")

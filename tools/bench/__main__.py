@@ -1,0 +1,49 @@
+"""`python -m bench`: one verb for each group of figures.
+
+Owns: verbs, flags, the seed.
+Does not know: what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench import __doc__ as about
+from bench import store
+from bench.report import Report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("bench", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    of_store = verbs.add_parser("store", help="cost, size and restore speed of the store, and today's ways beside it")
+    of_store.add_argument("--only", default=",".join(store.PARTS), help="parts, with commas (default: %(default)s)")
+    for verb in (of_store,):
+        verb.add_argument("--quick", action="store_true", help="small: shows that it works, measures nothing")
+        verb.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+        verb.add_argument("--seed", type=int, help="of everything that is drawn (default: a new one)")
+        verb.add_argument("--dir", type=Path, help="where stores are made (default: the temporary folder)")
+    options = parser.parse_args(argv)
+    parts = tuple(options.only.split(","))
+    if unknown := set(parts) - set(store.PARTS):
+        parser.error(f"there is no part {min(unknown)!r}; there are {', '.join(store.PARTS)}")
+    seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
+    report = Report(Console(highlight=False, width=None if sys.stdout.isatty() else 160), seed, options.quick)
+    began = time.monotonic()
+    store.run(report, parts, options.dir)
+    report.figure("run", "seconds", time.monotonic() - began)
+    report.show_bounds()
+    report.note(f"{time.monotonic() - began:.0f} s, seed {seed}")
+    report.write("store", options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""A job without an engine: the product's own capture, staging, coordinator and restore, fed with tokens that are given.
+
+Owns: opening or carrying on a store, live calls over some workers, and one snapshot at a time with what it cost.
+Does not know: which tokens, what is compared.
+
+Invariants:
+1. Every part is the one that a vLLM session uses; only the engine and its event loop are missing, so all happens in
+   the caller's thread but for the staging threads.
+2. A call's tokens are appended as an engine gives them: Python lists, a few at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.counted import CountedStore, Traffic
+from recovery import codec
+from recovery.calls import CallTable, LiveCall, Stored
+from recovery.compaction import Limits
+from recovery.compactor import Compactor
+from recovery.coordinator import Coordinator
+from recovery.errors import RecoveryError
+from recovery.model import Float32Array, Int32Array, PolicyVersion, Request
+from recovery.ports import ObjectStore
+from recovery.protocol import Verdict
+from recovery.publication import Publication
+from recovery.restore import Restored, choose, compatibility_record, restore
+from recovery.resume import StopRules
+from recovery.slots import SlotLog
+from recovery.snapshots import make_root
+from recovery.staging import Staged, Stager
+from storage_backends.arrow_ledger import ArrowLedgerCodec
+from storage_backends.codecs import CodecName, MixedSegmentCodec
+from vllm_hooks.opening import SystemClock, SystemEntropy
+
+MUST = {"model": "none: a benchmark"}
+STOP = StopRules((2,), 1 << 20)
+VERSION = PolicyVersion("a", 0)
+SAMPLING = {"temperature": 0.0, "max_tokens": 4096, "ignore_eos": True}
+_TIMEOUT_S = 600.0
+
+
+class Workers:
+    """The fleet of a coordinator: a call table and a stager for each of some workers."""
+
+    def __init__(self, tables: Sequence[CallTable], stagers: Sequence[Stager]) -> None:
+        self.tables = tables
+        self.stagers = stagers
+        self._flushes: list[Future[RecoveryError | None]] = []
+
+    def acquire_hold(self, reason: str, timeout_s: float) -> None: ...
+
+    def release_hold(self) -> None: ...
+
+    def raise_fence(self, timeout_s: float) -> None: ...
+
+    def lower_fence(self) -> None: ...
+
+    def resume(self, published: bool) -> None:
+        for stager in self.stagers if published else ():
+            stager.published()
+
+    def prepare(self, timeout_s: float) -> Mapping[str, bytes]:
+        return {"job": compatibility_record(MUST, {})}
+
+    def cut(self, timeout_s: float) -> None:
+        self._flushes = [stager.flush(table.freeze()) for table, stager in zip(self.tables, self.stagers, strict=True)]
+
+    def stage(self, timeout_s: float) -> list[Staged]:
+        self.wait(timeout_s)
+        return [staged for stager in self.stagers for staged in stager.take_staged()]
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the last cut is stored."""
+        for flush in self._flushes:
+            if (error := flush.result(timeout_s)) is not None:
+                raise error
+
+    def store_again(self, staged: Staged, timeout_s: float) -> Staged | None:
+        return None  # a benchmark whose store does not keep what it was given has failed
+
+    def rewind(self, stored: Stored) -> None:
+        raise RuntimeError(f"the store lost what it was given of {len(stored)} calls")
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One snapshot: its id, and what it cost. `ledger_depth`: how many ledger objects belong to it besides its own."""
+
+    id: int
+    seconds: float
+    traffic: Traffic
+    ledger_depth: int
+
+
+class Job:
+    """One process's life of a job, from its claim on; `close` ends its threads.
+
+    With `compact` what compaction wants to do after a snapshot waits until `compact_now`, to be measured apart.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        n_workers: int = 1,
+        write: CodecName = "arrow",
+        keep_latest_k: int = 2,
+        compact: Limits | None = None,
+    ) -> None:
+        self.store = CountedStore(store)
+        entropy, clock = SystemEntropy(), SystemClock()
+        make_root(self.store, entropy)
+        self.segments, ledgers = MixedSegmentCodec(write), ArrowLedgerCodec()
+        log = SlotLog(self.store, clock, entropy, "bench")
+        log.claim()
+        chosen = choose(self.store, self.segments, ledgers, log.tail, "auto", MUST)
+        self.publication = Publication.on_top_of(
+            self.store, self.segments, ledgers, entropy, log, chosen.loaded, keep_latest_k=keep_latest_k
+        )
+        self.restored: Restored = restore(
+            self.publication,
+            self.store,
+            self.segments,
+            ledgers,
+            chosen,
+            choice="auto",
+            keep_latest_k=keep_latest_k,
+            stop=STOP,
+            states=lambda found: {"job": compatibility_record(MUST, {})},
+            fingerprint_hex=codec.fingerprint(MUST),
+            exactness="token",
+        )
+        stagers = [
+            Stager(self.store, self.segments, entropy, epoch=log.epoch, worker=f"w{number}")
+            for number in range(n_workers)
+        ]
+        self.workers = Workers([CallTable() for _ in stagers], stagers)
+        self._to_compact: list[Callable[[], None]] = []
+        self.compactor = (
+            None
+            if compact is None
+            else Compactor(
+                self.store, self.segments, entropy, epoch=log.epoch, submit=self._to_compact.append, limits=compact
+            )
+        )
+        self._coordinator = Coordinator(
+            self.publication,
+            self.workers,
+            clock,
+            timeout_s=_TIMEOUT_S,
+            fingerprint=codec.fingerprint(MUST),
+            compactor=self.compactor,
+        )
+        self.calls: list[LiveCall] = []
+
+    def open(self, prompts: Sequence[Int32Array]) -> None:
+        """New calls with these prompts, spread over the workers."""
+        first = len(self.calls)
+        for number, prompt in enumerate(prompts, first):
+            request = Request(
+                rollout=f"rollout-{number:06d}", prompt_token_ids=np.ascontiguousarray(prompt), sampling=SAMPLING
+            )
+            call_id = codec.call_id(request.rollout, 0, codec.request_digest(request))
+            self.calls.append(self.workers.tables[number % len(self.workers.tables)].open(request, call_id, 0))
+
+    def append(self, number: int, token_ids: Int32Array, logprobs: Float32Array) -> None:
+        """Tokens that call `number` has generated."""
+        self.calls[number].append(token_ids.tolist(), logprobs.tolist(), VERSION)
+
+    def flush(self) -> None:
+        """A periodic flush of every worker."""
+        self.workers.cut(_TIMEOUT_S)
+        self.workers.wait(_TIMEOUT_S)
+
+    def compact_now(self) -> tuple[float, Traffic] | None:
+        """Do the round of compaction that the last snapshot asked for. None: it asked for none."""
+        if not self._to_compact:
+            return None
+        self.store.take()
+        began = time.perf_counter()
+        self._to_compact.pop()()
+        return time.perf_counter() - began, self.store.take()
+
+    def snapshot(self) -> Taken:
+        """Take one; raises whatever kept it from being published."""
+        self.store.take()
+        began = time.perf_counter()
+        attempt = self._coordinator.take("interval")
+        seconds = time.perf_counter() - began
+        if attempt.verdict is not Verdict.PUBLISHED or attempt.snapshot is None:
+            raise attempt.error or RuntimeError(f"no snapshot: {attempt}")
+        return Taken(attempt.snapshot, seconds, self.store.take(), self.publication.writer.depth)
+
+    def close(self) -> None:
+        for stager in self.workers.stagers:
+            stager.close(wait=True)

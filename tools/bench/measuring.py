@@ -1,0 +1,76 @@
+"""Times that can be compared: paired, repeated, interleaved.
+
+Owns: the order in which ways of doing a thing are run, and what is said of many times.
+Does not know: what is run.
+
+Invariants:
+1. In each round every way is run once, in an order drawn anew; a ratio is of two times of one round.
+2. What a way made is let go, and garbage is collected, outside of the measured time. What was there before (the
+   libraries) is left out of every collection, so that no way pays for what another one imports.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median, smallest and largest of some values."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+    def as_json(self) -> dict[str, float]:
+        return {"median": self.median, "low": self.low, "high": self.high, "n": self.n}
+
+
+Times = dict[str, list[float]]
+
+
+def paired(ways: Mapping[str, Callable[[], Any]], rounds: int, rng: np.random.Generator) -> tuple[Times, Times]:
+    """Wall and processor seconds of each way, by round. One round more is run before, and not counted."""
+    wall: Times = {name: [] for name in ways}
+    processor: Times = {name: [] for name in ways}
+    names = list(ways)
+    for number in range(rounds + 1):
+        for at in rng.permutation(len(names)).tolist():
+            seconds, busy = timed(ways[names[at]])
+            if number:
+                wall[names[at]].append(seconds)
+                processor[names[at]].append(busy)
+    return wall, processor
+
+
+def settle() -> None:
+    """Everything that is there from now on belongs to the libraries (invariant 2)."""
+    gc.collect()
+    gc.freeze()
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, float]:
+    """Wall and processor seconds of one run."""
+    gc.collect()
+    busy, began = time.process_time(), time.perf_counter()
+    made = work()
+    seconds, busy = time.perf_counter() - began, time.process_time() - busy
+    del made
+    return seconds, busy
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> Spread:
+    """Of each round the one time over the other."""
+    return Spread.of([one / other for one, other in zip(over, under, strict=True)])

@@ -1,0 +1,166 @@
+"""How long a restore takes, from opening the store to engine inputs, beside decoding the same bytes with pyarrow alone.
+
+Owns: a store of many long calls as flushes leave it and as compaction does, the restore, the baseline.
+Does not know: where the tokens are from.
+
+Restore: open_store, find the newest snapshot, read and check its ledger, read and check every segment, put every call
+together, plan it, join prompt and prefix to the engine's input. Baseline: read the files of the same segments, open
+each with pyarrow.ipc.open_file and read all batches, which decompresses every column; nothing is checked, no call is
+put together. It keeps the batches until it is done, as the restore keeps its transcripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from bench.corpus import Corpus
+from bench.jobs import MUST, SAMPLING, STOP, Job
+from bench.measuring import Spread, paired, ratios, timed
+from bench.report import Report, ms_text, nbytes_text
+from recovery import resume
+from recovery.compaction import Limits
+from recovery.log_reading import find_tail
+from recovery.model import OPEN, Float32Array, Int32Array
+from recovery.restore import choose
+from recovery.resume import ResumePlan
+from storage_backends import open_store
+from storage_backends.arrow_ledger import ArrowLedgerCodec
+from storage_backends.codecs import MixedSegmentCodec
+
+PROMPT = 100
+
+
+def measure(
+    report: Report,
+    corpus: Corpus,
+    logprobs: Float32Array,
+    *,
+    calls: int,
+    chunks: tuple[int, ...],
+    rounds: int,
+    folder: Path,
+    rng: np.random.Generator,
+) -> None:
+    report.title(f"restore of {calls:,} calls of {sum(chunks):,} tokens")
+    job = _fill(folder, corpus, logprobs, calls, chunks, rng)
+    rows: list[list[object]] = []
+    for name in ("as flushed", "compacted"):
+        if name == "compacted":
+            _compact(job)
+        rows.append(_measure_one(report, name, folder, job, rounds, rng))
+    job.close()
+    report.table(
+        ("chunks", "per call", "segments", "stored", "restore ms", "pyarrow ms", "1 thread ms", "over pyarrow",
+         "over the faster", "processor time"),
+        rows,
+    )  # fmt: skip
+    seconds, _ = timed(lambda: Job(open_store(folder)).close())
+    report.figure("restore", "with claim and publication, seconds", seconds)
+    report.note(
+        f"a whole restart, with the claim and the snapshot that is published before any dispatch: {seconds:.2f} s"
+    )
+
+
+def _fill(
+    folder: Path,
+    corpus: Corpus,
+    logprobs: Float32Array,
+    calls: int,
+    chunks: tuple[int, ...],
+    rng: np.random.Generator,
+) -> Job:
+    """All calls live at once, flushed and snapshotted after each stretch of tokens."""
+    job = Job(open_store(folder, create=True), compact=Limits(pieces=2))
+    job.open(corpus.spans(rng, calls, PROMPT))
+    texts = corpus.spans(rng, calls, sum(chunks))
+    at = rng.integers(0, len(logprobs) - sum(chunks), calls).tolist()
+    first = 0
+    for length in chunks:
+        for number, ids in enumerate(texts):
+            begin = at[number] + first
+            job.append(number, ids[first : first + length], logprobs[begin : begin + length])
+        job.flush()
+        job.snapshot()
+        first += length
+    return job
+
+
+def _compact(job: Job) -> None:
+    """Rounds and snapshots until nothing is left to do."""
+    while job.compact_now() is not None:
+        job.snapshot()
+    assert job.compactor is not None
+    if job.compactor.counters.failures:
+        raise RuntimeError(f"compaction failed: {job.compactor.counters.error}")
+
+
+def _measure_one(
+    report: Report, name: str, folder: Path, job: Job, rounds: int, rng: np.random.Generator
+) -> list[object]:
+    ledger = job.publication.ledger
+    keys = sorted(ledger.segments_in_use())
+    counts = ledger.counts()
+    ways: dict[str, Callable[[], object]] = {
+        "restore": lambda: to_engine_inputs(folder),
+        "pyarrow": lambda: _decode(folder, keys, threads=True),
+        "pyarrow, one thread": lambda: _decode(folder, keys, threads=False),
+    }
+    wall, processor = paired(ways, rounds, rng)
+    faster = [min(pair) for pair in zip(wall["pyarrow"], wall["pyarrow, one thread"], strict=True)]
+    over_default, over_faster = ratios(wall["restore"], wall["pyarrow"]), ratios(wall["restore"], faster)
+    busy = ratios(processor["restore"], processor["pyarrow, one thread"])
+    report.figure(
+        "restore",
+        name,
+        {
+            "chunks_per_call": counts.chunks / counts.calls,
+            "segments": counts.segments,
+            "bytes": counts.nbytes,
+            "seconds": {way: Spread.of(times).as_json() for way, times in wall.items()},
+            "over_pyarrow": over_default.as_json(),
+            "over_the_faster_pyarrow": over_faster.as_json(),
+            "processor_seconds_over_one_thread": busy.as_json(),
+        },
+    )
+    if not report.quick:
+        report.bound(f"restore over pyarrow, {name}", over_default.median, 2.0)
+        report.bound(f"restore over the faster of pyarrow with and without threads, {name}", over_faster.median, 2.0)
+    medians = [ms_text(Spread.of(wall[way]).median) for way in ways]
+    spreads = [f"{each.median:.2f} ({each.low:.2f} to {each.high:.2f})" for each in (over_default, over_faster, busy)]
+    return [
+        name,
+        f"{counts.chunks / counts.calls:.1f}",
+        counts.segments,
+        nbytes_text(counts.nbytes),
+        *medians,
+        *spreads,
+    ]
+
+
+def to_engine_inputs(folder: Path) -> list[tuple[ResumePlan, Int32Array]]:
+    """What a restart does before it publishes anything: the plan and the engine's input of every open call."""
+    store = open_store(folder)
+    chosen = choose(store, MixedSegmentCodec(), ArrowLedgerCodec(), find_tail(store), "auto", MUST)
+    assert chosen.loaded is not None
+    made = []
+    for entry in chosen.loaded.ledger:
+        if entry.state == OPEN:
+            found = chosen.transcripts[entry.call_id]
+            ids = found.token_ids
+            plan = resume.plan(found.request, len(ids), int(ids[-1]) if len(ids) else None, STOP)
+            made.append((plan, np.concatenate([found.request.prompt_token_ids, ids])))
+    assert made and all(isinstance(plan, resume.Resume) for plan, _ in made), SAMPLING
+    return made
+
+
+def _decode(folder: Path, keys: list[str], *, threads: bool) -> list[pa.RecordBatch]:
+    options = pa.ipc.IpcReadOptions(use_threads=threads)
+    batches = []
+    for key in keys:
+        reader = pa.ipc.open_file(pa.BufferReader((folder / key).read_bytes()), options=options)
+        batches += [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    return batches
