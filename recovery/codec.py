@@ -132,13 +132,21 @@ def wide_content(columns: Mapping[str, Array], n_tokens: int) -> bytes:
 
 
 def request_digest(request: Request) -> bytes:
-    """16 bytes over everything that decides what the engine is asked: prompt ids, sampling, extra."""
-    sampling, extra = canonical_json(dict(request.sampling)), canonical_json(dict(request.extra))
+    """16 bytes over everything that the caller asks for: prompt ids, sampling, extra.
+
+    Not over the seed that admission gave the call: the same request is the same call with whatever seed it was drawn.
+    """
+    sampling, extra = canonical_json(dict(request.sampling)), canonical_json(asked_of(request.extra))
     return request_digest_of(_le_int32(request.prompt_token_ids), sampling, extra)
 
 
+def asked_of(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of a request's `extra` that its caller asked for."""
+    return {name: value for name, value in extra.items() if name != "draws"}
+
+
 def request_digest_of(prompt_token_ids: Bytes, sampling: bytes, extra: bytes) -> bytes:
-    """The digest of a request from its parts: little-endian ids, and canonical JSON."""
+    """The digest of a request from its parts: little-endian ids, canonical JSON of sampling and of `asked_of` extra."""
     n = _U64(len(prompt_token_ids) // 4)
     return sha256(b"".join((_REQUEST, n, prompt_token_ids, _lp(sampling), _lp(extra)))).digest()[:16]
 

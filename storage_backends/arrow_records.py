@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from recovery.codec import canonical_json, request_digest_of
+from recovery.codec import asked_of, canonical_json, request_digest_of
 from recovery.errors import Damaged, DigestMismatch
 from recovery.model import FINISH_REASONS, MAX_TOKENS_PER_CHUNK, PolicyVersion, Request
 from recovery.records import CHUNK, ENDED, OPENED, Records, digests
@@ -254,7 +254,7 @@ class _Bodies:
         self._tokens = tokens
         self._token_bytes = np.ascontiguousarray(tokens, "<i4").view(np.uint8).data
         self._token_at = token_at.tolist()
-        self._known: dict[bytes, tuple[dict[str, Any], bytes]] = {}
+        self._known: dict[tuple[bytes, bool], tuple[dict[str, Any], bytes]] = {}
         self.digests: dict[int, bytes] = {}
 
     def request(self, at: int, text: str) -> Request:
@@ -262,7 +262,7 @@ class _Bodies:
         try:
             body = _REQUEST_BODY.decode(text)
             sampling, sampling_content = self._object(body.sampling)
-            extra, extra_content = self._object(body.extra)
+            extra, extra_content = self._object(body.extra, of_caller=True)
         except (ValueError, RecursionError, Damaged) as error:
             self._where.at = at
             raise Damaged(f"{self._where}: its request cannot be read: {error}") from error
@@ -278,13 +278,13 @@ class _Bodies:
             extra=extra,
         )
 
-    def _object(self, raw: msgspec.Raw) -> tuple[dict[str, Any], bytes]:
+    def _object(self, raw: msgspec.Raw, *, of_caller: bool = False) -> tuple[dict[str, Any], bytes]:
         """A JSON object and its canonical text. The requests of a job are alike: each text is parsed once a batch."""
         text = bytes(raw)
-        known = self._known.get(text)
+        known = self._known.get((text, of_caller))
         if known is None:
             value = strict_json.parse(text.decode(), "a field")
-            known = self._known[text] = (value, canonical_json(value))
+            known = self._known[text, of_caller] = (value, canonical_json(asked_of(value) if of_caller else value))
         return known
 
     def end(self, at: int, text: str) -> tuple[str, int | str | None]:

@@ -204,8 +204,7 @@ class JobLife:
         attempt = self.life.coordinator.take("interval")
         assert not self.life.fleet.held and self.rollout.updates._cut is None
         if attempt.snapshot is not None:
-            self.life.table.settle(attempt.ended)
-            self.life.table.forget_settled()
+            self.life.table.published(attempt.ended)
         return attempt.verdict is Verdict.PUBLISHED
 
     async def snapshots(self) -> None:

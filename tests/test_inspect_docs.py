@@ -54,8 +54,10 @@ def test_the_examples_print_what_the_page_shows(runs: Path, capsys: pytest.Captu
 
 
 def _settled(text: str) -> str:
-    """Without what another version of Arrow changes: sizes, sums in keys, and the widths of columns that hold them."""
+    """Without what another version of Arrow changes: sizes, shares, sums in keys, and how wide their columns are."""
     text = re.sub(r"[0-9a-f]{8,}", "<hex>", text)
+    text = re.sub(r"\d+\.\d %", "<share>", text)
+    text = re.sub(r"\d+\.\d\d raw bytes a stored", "<ratio> raw bytes a stored", text)
     return re.sub(r" +", " ", re.sub(r"\d+(\.\d)? k?B", "<size>", text))
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from recovery import pins
-from recovery.errors import Damaged, FormatNotUnderstood, RecoveryError
+from recovery.errors import CredentialsRefused, Damaged, FormatNotUnderstood, RecoveryError
 from recovery.ledger import Counts
 from recovery.log import Slot, slot_key
 from recovery.origin import origin_of
@@ -145,11 +145,19 @@ def store_row(name: str, address: str, found: Newest | RecoveryError, now: float
     return {**row, **nothing, "error": found.message, "exit_code": found.exit_code}
 
 
+def _is_pinned(place: Place, snapshot: int) -> bool | None:
+    """None: whoever asks may read, but not list (case S6), and only a list tells."""
+    try:
+        return snapshot in pins.listed(place.store)
+    except CredentialsRefused:
+        return None
+
+
 SINGLE_WRITER = "written in single-writer mode: nothing keeps a second run away from this store (docs/s3.md)"
 
 
 def latest(place: Place, found: Newest, now: float) -> Document:
-    pinned = found.snapshot.id in pins.listed(place.store)
+    pinned = _is_pinned(place, found.snapshot.id)
     single_writer = found.snapshot.slot.single_writer
     notes = [found.position.hint.note, SINGLE_WRITER if single_writer else ""]
     return {
@@ -207,7 +215,7 @@ def show(
         "ledger": snapshot.ledger.as_json(),
         "states": [{"name": name, **ref.as_json()} for name, ref in sorted(snapshot.states.items())],
         "job": job,
-        "pinned": snapshot.id in pins.listed(place.store),
+        "pinned": _is_pinned(place, snapshot.id),
         "forgotten": forgotten,
         "problems": problems,
     }
