@@ -8,6 +8,8 @@ Invariants:
    nothing more.
 2. A pinned snapshot is not forgotten. Pins and forgets are slots of one log, so that only one of two that meet is
    written.
+3. Unless it is asked for, a snapshot is left that a restore can take: garbage collection may have condemned the older
+   ones until the claim. That is looked at after the claim, which ends it.
 """
 
 from __future__ import annotations
@@ -15,23 +17,32 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from recovery import pins
-from recovery.errors import ConfigError, Damaged, RecoveryError
+from recovery import garbage, pins
+from recovery.errors import ConfigError, Damaged, FormatNotUnderstood, RecoveryError
 from recovery.log import Slot, forgotten_by
 from recovery.log_reading import walk_back
-from recovery.ports import ObjectStore
+from recovery.ports import LedgerCodec, ObjectStore
 from recovery.slots import SlotLog
+from recovery.snapshots import Snapshot
 
 
-def forget(store: ObjectStore, log: SlotLog, snapshots: Collection[int]) -> Slot | None:
+def forget(
+    store: ObjectStore, ledgers: LedgerCodec, log: SlotLog, snapshots: Collection[int], *, leave_none: bool = False
+) -> Slot | None:
     """Claim the store with `log` and forget these. Returns the slot, None if all were forgotten already.
 
-    Raises ConfigError for what is no snapshot or is pinned, Fenced if another coordinator claimed the store meanwhile.
+    Raises ConfigError for what is no snapshot or is pinned and, without `leave_none`, if no snapshot were left that a
+    restore could take; Fenced if another coordinator claimed the store meanwhile.
     """
     log.claim()
 
     def body() -> Mapping[str, Any] | None:
         wanted = left_to_forget(store, log.tail, snapshots)
+        if wanted and not leave_none and what_is_left(store, ledgers, log.tail, wanted) is None:
+            raise ConfigError(
+                "no snapshot would be left that a restore could take",
+                hint="forget fewer, or all of them with --leave-none: a run then begins anew, with restore: never",
+            )
         return {"snapshots": wanted} if wanted else None
 
     slot = log.append_if("forget", body)
@@ -65,3 +76,25 @@ def left_to_forget(store: ObjectStore, tail: int, snapshots: Collection[int]) ->
             hint=f"if it is to be forgotten all the same: prefix-recovery pin --remove STORE {held[0]}",
         )
     return sorted(left - forgotten)
+
+
+def what_is_left(store: ObjectStore, ledgers: LedgerCodec, tail: int, snapshots: Collection[int]) -> int | None:
+    """The newest snapshot beside these that is readable, not forgotten and not condemned by garbage collection."""
+    forgotten = set(snapshots)
+    collected: set[str] = set()
+    for read in walk_back(store, tail):
+        if isinstance(read, RecoveryError):
+            continue
+        slot = read.slot
+        try:
+            if slot.kind == "gc":
+                collected |= garbage.intended(store, slot)
+            elif slot.kind == "forget":
+                forgotten |= forgotten_by(slot)
+            elif slot.kind == "snapshot" and slot.seq not in forgotten:
+                reached = garbage.reached_by(store, ledgers, Snapshot.from_slot(slot))
+                if not collected & reached:
+                    return slot.seq
+        except (Damaged, FormatNotUnderstood):
+            continue
+    return None

@@ -17,11 +17,13 @@ from storage_backends.testing.kills import WAYS, Killed, KillingStore
 from tests.fake_engine import Life, content_of, reference_answers
 from tests.fakes import ManualClock, SeededEntropy
 from tests.lives import ids, objects_of, own_objects, worked
+from tests.plain_codecs import PlainLedgers
+from tests.test_pins import changing
 
 
-def forgotten(store: object, *snapshots: int, seed: object = 0) -> int | None:
+def forgotten(store: object, *snapshots: int, seed: object = 0, leave_none: bool = False) -> int | None:
     slots = SlotLog(store, ManualClock(), SeededEntropy(("forget", seed)), "me")  # type: ignore[arg-type]
-    slot = forget(store, slots, snapshots)  # type: ignore[arg-type]
+    slot = forget(store, PlainLedgers(), slots, snapshots, leave_none=leave_none)  # type: ignore[arg-type]
     return None if slot is None else slot.seq
 
 
@@ -68,7 +70,7 @@ def test_forgetting_again_writes_no_second_slot_and_what_cannot_be_forgotten_is_
     one, two = ids(life)[-2:]
     assert forgotten(store, two) is not None
     assert forgotten(store, two) is None
-    read = json.loads(store.get(log.slot_key(forgotten(store, one, two) or 0)))
+    read = json.loads(store.get(log.slot_key(forgotten(store, one, two, leave_none=True) or 0)))
     assert read["kind"] == "forget" and read["body"] == {"snapshots": [one]}
     for number in (1, 999):
         with pytest.raises(ConfigError, match=f"there is no snapshot {number}"):
@@ -78,11 +80,30 @@ def test_forgetting_again_writes_no_second_slot_and_what_cannot_be_forgotten_is_
 def test_every_snapshot_forgotten_is_no_new_beginning_unasked() -> None:
     store = MemoryStore()
     life = worked(store, n_snapshots=2)
-    forgotten(store, *ids(life))
+    before = dict(store._objects)
+    with pytest.raises(ConfigError, match="no snapshot would be left"):
+        forgotten(store, *ids(life))
+    assert [key for key in store._objects if key not in before] == [log.slot_key(len(store.list("log/")))], "a claim"
+    forgotten(store, *ids(life), leave_none=True)
     with pytest.raises(NothingPublished, match="every snapshot of this store was forgotten") as raised:
         Life(store, 2)
     assert "restore: never" in raised.value.hint
     assert Life(store, 3, choice="never").run_to_end() == reference_answers()
+
+
+def test_what_garbage_collection_has_condemned_is_nothing_that_is_left() -> None:
+    """Between the look and the claim the job goes on: the only other snapshot was condemned meanwhile."""
+    store = MemoryStore()
+    life = Life(store, 1, keep_latest_k=1)
+    life.dispatch()
+    for state in range(3):
+        life.decode(1)
+        changing(life, state)
+        life.snapshot()
+    with pytest.raises(ConfigError, match="no snapshot would be left"):
+        forgotten(store, ids(life)[-1])
+    again = Life(store, 2)
+    assert again.restored.snapshot == ids(life)[-1] and again.run_to_end() == reference_answers()
 
 
 def test_an_entry_that_cannot_be_read_is_named() -> None:

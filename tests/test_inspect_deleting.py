@@ -239,7 +239,12 @@ def test_what_cannot_be_forgotten_is_said_before_anything_is_claimed(root: Path,
 
 def test_all_forgotten_is_told(root: Path, run: Run) -> None:
     ids = [str(json.loads(line)["id"]) for line in run("list", str(root), "--json")[1].splitlines()]
-    code, shown = document(run, "forget", str(root), *ids, "--apply")
+    before = files(root)
+    for words in ((), ("--apply",)):
+        code, out, err = run("forget", str(root), *ids, *words)
+        assert (code, out) == (2, "") and "no snapshot would be left" in err and "--leave-none" in err
+    assert files(root) == before, "nobody is fenced for nothing"
+    code, shown = document(run, "forget", str(root), *ids, "--apply", "--leave-none")
     assert code == 0 and shown["restore_from"]["after"] is None and "restore: never" in " ".join(shown["notes"])
     assert run("latest", str(root))[0] == 14
     assert json.loads(run("show", str(root), ids[-1], "--json")[1])["forgotten"] is True

@@ -28,6 +28,7 @@ from snapshot_inspect.newest import Newest, newest
 from snapshot_inspect.places import ledger_codec, segment_codec
 from snapshot_inspect.survey import choose as choose_latest
 from snapshot_inspect.survey import position
+from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.local import LocalStore
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import CountingStore
@@ -216,7 +217,8 @@ def test_what_was_forgotten_is_not_the_latest(make: Callable[[ObjectStore], Any]
     job = make(store)
     if job is not None:
         job.close()
-    forget(store, SlotLog(store, ManualClock(), SeededEntropy(), "somebody"), gone)
+    log = SlotLog(store, ManualClock(), SeededEntropy(), "somebody")
+    forget(store, ArrowLedgerCodec(), log, gone, leave_none=True)
     compare(store, f"{gone} were forgotten")
     left = [seq for seq in (2, 3, 4, 5) if seq not in gone]
     at = position(store)

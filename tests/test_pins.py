@@ -185,13 +185,13 @@ def test_what_was_forgotten_is_not_pinned_and_what_is_pinned_is_not_forgotten() 
     life.decode(1)
     life.snapshot()
     first, second = ids(life)[-2:]
-    forget(store, SlotLog(store, ManualClock(), SeededEntropy(9), "me"), [second])
+    forget(store, PlainLedgers(), SlotLog(store, ManualClock(), SeededEntropy(9), "me"), [second])
     with pytest.raises(NothingPublished, match=f"snapshot {second} was forgotten by slot"):
         pin(store, second)
     assert pins.listed(store) == {}
     pin(store, first)
     with pytest.raises(Exception, match=f"snapshot {first} is pinned"):
-        forget(store, SlotLog(store, ManualClock(), SeededEntropy(10), "me"), [first])
+        forget(store, PlainLedgers(), SlotLog(store, ManualClock(), SeededEntropy(10), "me"), [first])
 
 
 @pytest.mark.parametrize("damage", [damage_flip, damage_missing])

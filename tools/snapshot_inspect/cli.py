@@ -171,6 +171,7 @@ def _add_writing(add: Callable[..., argparse.ArgumentParser]) -> None:
     one.add_argument("--force", action="store_true", help="replace FILE if it is there")
     one = add("forget", forgetting.forget_, "snapshot-inspect forget runs/17 7 8 --apply")
     one.add_argument("ids", metavar="ID", nargs="+", help=_ID.replace(" (default: latest)", ""))
+    one.add_argument("--leave-none", action="store_true", help="also if no snapshot is left that a restore could take")
     one.add_argument("--apply", action="store_true", help="do it; a job that runs on the store is fenced by it")
     one = add("prune", pruning.prune_, "snapshot-inspect prune runs/17 --keep 1 --apply")
     one.add_argument("--keep", type=_positive, metavar="N", default=2, help="newest snapshots that stay (default: 2)")

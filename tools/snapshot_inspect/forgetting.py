@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from recovery import garbage
 from recovery.errors import CannotRestore, Damaged, FormatNotUnderstood
 from recovery.forgetting import forget, left_to_forget
+from recovery.log import Slot
 from recovery.ports import ObjectStore
 from recovery.snapshots import Snapshot
 from snapshot_inspect.documents import Document
@@ -34,14 +35,12 @@ def forget_(args: Namespace, now: float) -> Answer:
     at = position(place.store)
     wanted = sorted({choose(place.store, at, text).snapshot.id for text in args.ids})
     left = left_to_forget(place.store, at.tail, wanted)
-    before = _restored(place.store)
-    freed = _freed(place, set(left))
+    before, freed = _restored(place.store), _freed(place, set(left))
     store: ObjectStore = Overlay(place.store)
-    single_writer = False
-    if args.apply and left:
+    slot = _forget(store, left, args.leave_none)
+    if args.apply and left:  # what was only tried until now, and refused by then if it has to be
         store, single_writer = open_for_writing(args.store)
-    log = log_of(store, "forget", single_writer=single_writer)
-    slot = forget(store, log, left) if left else None
+        slot = _forget(store, left, args.leave_none, single_writer=single_writer)
     document = {
         "store": place.address,
         "applied": args.apply,
@@ -56,6 +55,11 @@ def forget_(args: Namespace, now: float) -> Answer:
     }
     document["notes"] = list(_notes(document))
     return Answer(0, [document], lambda screen: shown(screen, document))
+
+
+def _forget(store: ObjectStore, ids: list[int], leave_none: bool, *, single_writer: bool = False) -> Slot | None:
+    log = log_of(store, "forget", single_writer=single_writer)
+    return forget(store, ledger_codec(), log, ids, leave_none=leave_none) if ids else None
 
 
 def _restored(store: ObjectStore) -> int | None:
