@@ -55,6 +55,7 @@ def left_to_forget(store: ObjectStore, tail: int, snapshots: Collection[int]) ->
     left = set(snapshots)
     known: set[int] = set()
     forgotten: set[int] = set()
+    held: dict[str, int] = {}
     for seq, read in zip(range(tail, min(snapshots, default=1) - 1, -1), walk_back(store, tail), strict=False):
         if isinstance(read, RecoveryError):
             if seq in left:
@@ -65,15 +66,18 @@ def left_to_forget(store: ObjectStore, tail: int, snapshots: Collection[int]) ->
                 forgotten |= forgotten_by(read.slot)
             except Damaged:
                 continue  # what it forgot is forgotten again
+        elif read.slot.kind == "pin":
+            held[str(read.slot.body.get("pin"))] = int(read.slot.body.get("snapshot", 0))
         elif read.slot.kind == "snapshot":
             known.add(seq)
     hint = "list them: snapshot-inspect list STORE"
     if strangers := sorted(left - known):
         raise ConfigError(f"there is no snapshot {strangers[0]}", hint=hint)
-    if held := sorted(left & pins.listed(store).keys()):
+    kept = pins.listed(store).keys() | {seq for key, seq in held.items() if pins.is_there(store, key)}
+    if pinned := sorted(left & kept):
         raise ConfigError(
-            f"snapshot {held[0]} is pinned",
-            hint=f"if it is to be forgotten all the same: prefix-recovery pin --remove STORE {held[0]}",
+            f"snapshot {pinned[0]} is pinned",
+            hint=f"if it is to be forgotten all the same: prefix-recovery pin --remove STORE {pinned[0]}",
         )
     return sorted(left - forgotten)
 

@@ -4,14 +4,16 @@ Owns: the object and the log entry of a pin, and what a collector leaves alone b
 invariant 11.7).
 Does not know: whether a snapshot is sound (who pins it has verified it), when garbage is collected.
 
-A pin is made in two steps: an object, so that one listing shows every pin, and then a slot. Slots are in one order, and
-who writes one knows all before it. So a pin either comes before the slot that names something of its snapshot as
-garbage, and that one is then written without it; or after it, and is refused.
+A pin is made in two steps: an object, which is there as long as the pin is, and then a slot. Slots are in one order,
+and who writes one knows all before it. So a pin either comes before the slot that names something of its snapshot as
+garbage, and that one is then written without it; or after it, and is refused. A slot with a list of garbage also says
+which pins it knew, so that a new collector reads the log no further back than to the last of them. A listing shows the
+objects too, those of pins in the making among them; it may be late, and nothing depends on it.
 
 Invariants:
 1. A pin slot is written only after its object is there, and only if no slot before it has condemned the snapshot.
-2. What a collector names is decided after the last slot before its own was read, and without anything that a snapshot
-   reaches whose pin's object is listed then.
+2. What a collector names is decided when every slot before its own is known, and without anything that a snapshot
+   reaches which has a pin whose object is there.
 3. What a pinned snapshot reaches has to be known for that: if one cannot be read, nothing is named.
 """
 
@@ -23,16 +25,23 @@ from typing import Any
 
 from recovery import garbage, layout
 from recovery.codec import canonical_json
-from recovery.errors import ConfigError, Damaged, FormatNotUnderstood, NothingPublished, RecoveryError
+from recovery.errors import (
+    ConfigError,
+    Damaged,
+    FormatNotUnderstood,
+    NothingPublished,
+    ObjectMissing,
+    RecoveryError,
+)
 from recovery.log import Slot, forgotten_by
-from recovery.log_reading import read_slot, walk_back
+from recovery.log_reading import find_tail, read_slot, walk_back
 from recovery.ports import Clock, Entropy, LedgerCodec, ObjectStore
 from recovery.slots import SlotLog
 from recovery.snapshots import Snapshot
 
 
 def listed(store: ObjectStore) -> dict[int, list[str]]:
-    """Keys of all pins, by snapshot."""
+    """Keys of all pins, by snapshot, as a listing shows them."""
     found: dict[int, list[str]] = defaultdict(list)
     for item in store.list(layout.PINS):
         if (snapshot := layout.pinned_by(item.key)) is not None:
@@ -40,19 +49,56 @@ def listed(store: ObjectStore) -> dict[int, list[str]]:
     return dict(found)
 
 
-class Pinned:
-    """What a collector leaves alone. Ledgers of pinned snapshots are read once; they never change."""
+def in_log(store: ObjectStore, tail: int) -> set[str]:
+    """Keys in the pin slots up to `tail`, as far as a list of garbage does not say which were there already.
 
-    def __init__(self, store: ObjectStore, ledgers: LedgerCodec) -> None:
+    A slot that cannot be read may have been one: its pin is found by listing alone.
+    """
+    found: set[str] = set()
+    for read in walk_back(store, tail):
+        if isinstance(read, RecoveryError):
+            continue
+        if read.slot.kind == "pin" and isinstance(key := read.slot.body.get("pin"), str):
+            found.add(key)
+        if read.slot.kind == "gc" and isinstance(keys := read.slot.body.get("pins"), list):
+            return found | {key for key in keys if isinstance(key, str)}
+    return found
+
+
+def is_there(store: ObjectStore, key: str) -> bool:
+    """Whether a pin is still held. What is no pin's key never was."""
+    if layout.pinned_by(key) is None:
+        return False
+    try:
+        store.get(key, 0, 1)
+    except ObjectMissing:
+        return False
+    return True
+
+
+class Pinned:
+    """What the collector with this place in the log leaves alone. Ledgers are read once; they never change."""
+
+    def __init__(self, store: ObjectStore, ledgers: LedgerCodec, log: SlotLog) -> None:
         self._store = store
         self._ledgers = ledgers
+        self._log = log
+        self._known: set[str] | None = None
         self._reached: dict[int, set[str]] = {}
 
-    def reached(self) -> set[str]:
-        """Keys of everything that the snapshots pinned now reach. Raises Damaged, naming the pin to remove."""
-        snapshots = listed(self._store)
+    def look(self) -> tuple[list[str], set[str]]:
+        """The pins that are there now, and everything that their snapshots reach.
+
+        Raises Damaged, naming the pin to remove, if that cannot be known.
+        """
+        if self._known is None:
+            self._known = in_log(self._store, self._log.tail)
+        listed_keys = {key for keys in listed(self._store).values() for key in keys}
+        unlisted = (self._known | set(self._log.pins)) - listed_keys
+        self._known = listed_keys | {key for key in unlisted if is_there(self._store, key)}
+        snapshots = {seq for seq in map(layout.pinned_by, self._known) if seq is not None}
         self._reached = {seq: self._reached.get(seq) or self._read(seq) for seq in snapshots}
-        return set().union(*self._reached.values())
+        return sorted(self._known), set().union(*self._reached.values())
 
     def _read(self, seq: int) -> set[str]:
         try:
@@ -119,8 +165,9 @@ def refuse_if_condemned(store: ObjectStore, snapshot: int, reached: Collection[s
 
 
 def unpin(store: ObjectStore, snapshot: int) -> list[str]:
-    """Remove every pin of a snapshot. Returns their keys."""
-    keys = listed(store).get(snapshot, [])
+    """Remove every pin of a snapshot, listed or only in the log. Returns their keys."""
+    unlisted = (key for key in in_log(store, find_tail(store)) if layout.pinned_by(key) == snapshot)
+    keys = sorted({*listed(store).get(snapshot, []), *(key for key in unlisted if is_there(store, key))})
     for key in keys:
         store.delete(key)
     return keys

@@ -77,7 +77,7 @@ class Publication:
         """Calls of which `validate` took something back; whoever tells them empties it."""
         self.writer = LedgerWriter(store, ledgers, entropy, log.epoch, ledger)
         self.retention = Retention(keep_latest_k)
-        self._pinned = Pinned(store, ledgers)
+        self._pinned = Pinned(store, ledgers, log)
         self.flushed: dict[str, int] = {}
         self._states: dict[str, ObjectRef] = {}
         self._chain: list[str] = []
@@ -259,13 +259,13 @@ class Publication:
 
         def body() -> Mapping[str, Any] | None:
             nonlocal named, victims
-            spared = self._pinned.reached()
+            pins, spared = self._pinned.look()
             named = [key for key in keys if key not in spared]
             if not _is_worth_a_slot(named):
                 return None
             key = layout.garbage_key(self.log.epoch, self._entropy.hex(8))
             victims = put_object(self._store, key, canonical_json(named))
-            return {"victims": victims.as_json(), "count": len(named)}
+            return {"victims": victims.as_json(), "count": len(named), "pins": pins}
 
         if self.log.append_if("gc", body) is not None and victims is not None:
             self.retention.intended(named)

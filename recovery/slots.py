@@ -56,6 +56,8 @@ class SlotLog:
         self._unsettled: Slot | None = None
         self._fenced: Fenced | None = None
         self._guest = False
+        self.pins: list[str] = []
+        """Keys in the pin slots that were followed."""
         self.epoch = 0
 
     @property
@@ -253,6 +255,8 @@ class SlotLog:
                 hint="run: snapshot-inspect verify STORE",
             )
         self._advance(found)
+        if found.slot.kind == "pin" and isinstance(key := found.slot.body.get("pin"), str):
+            self.pins.append(key)
 
     def _refuse_if_fenced(self) -> None:
         if self._fenced is not None:

@@ -328,3 +328,37 @@ def test_f7_beside_a_writer_that_relies_on_being_alone_nothing_is_written() -> N
     with pytest.raises(ConfigError, match="single-writer mode"):
         pins.pin(store, ManualClock(), SeededEntropy(1), "me", 1, set())
     assert pins.listed(store) == {} and len(store.list("log/")) == 1
+
+
+def test_f5_a_pin_is_known_from_the_log_where_a_listing_does_not_show_it() -> None:
+    """Its slot was followed, or read back after a claim, or a garbage list says it; the last two by another process."""
+
+    class Blind(FaultyStore):
+        """Lists no pins."""
+
+        def list(self, prefix: str, after: str = "") -> Any:
+            return [item for item in self.inner.list(prefix, after) if not item.key.startswith("pin/")]
+
+    store = MemoryStore()
+    life = Life(Blind(store, []), 1, keep_latest_k=1)
+    life.dispatch()
+    changing(life, 0)
+    life.snapshot()
+    seq = ids(life)[-1]
+    wanted = reached(store, seq)
+    pin(store, seq)
+    for number in range(2, 6):
+        for state in range(3):
+            changing(life, 10 * number + state)
+            assert life.snapshot().error is None
+        assert wanted <= set(store._objects) and not wanted & named(store)
+        life = Life(Blind(store, []), number, keep_latest_k=1)
+    kinds = [json.loads(store.get(item.key)) for item in store.list("log/")]
+    assert [len(slot["body"]["pins"]) for slot in kinds if slot["kind"] == "gc"][1:] == [1] * (
+        sum(slot["kind"] == "gc" for slot in kinds) - 1
+    )
+    pins.unpin(store, seq)
+    for state in range(3):
+        changing(life, state)
+        assert life.snapshot().error is None
+    assert not wanted <= set(store._objects)

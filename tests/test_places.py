@@ -33,7 +33,7 @@ from storage_backends.testing import s3_proxy as faults
 from storage_backends.testing.faults import CountingStore, Wrapped
 from storage_backends.testing.s3_proxy import FaultProxy, Hold
 from storage_backends.testing.servers import BUCKET, Server
-from tests import test_protocol_simulation as simulation
+from tests import schedules as simulation
 from tests.fake_engine import MUST, Life, Prompt, content_of, reference_answers
 from tests.fakes import V0, ManualClock
 from tests.lives import ids, objects_of, tokens, worked
