@@ -5,6 +5,7 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3,$(shell $(p) -c 'print("$(p
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 KILLS ?= 50
 RACES ?= 100
+SCHEDULES ?= 10000
 ARGS ?=
 
 VENV := .venv
@@ -42,8 +43,8 @@ format: $(VENV)/ready  ## let ruff mend what it can
 browser:  ## install Chromium for the tests of the report page, where there is none (Debian, as root)
 	.ci/browser
 
-soak: $(VENV)/ready  ## kill the real job KILLS=50 times, race coordinators for RACES=100 rounds (0: leave out)
-	$(BIN)/python -m tests.soak --kills $(KILLS) --races $(RACES) $(ARGS)
+soak: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol, kill the real job KILLS=50 times, race coordinators RACES=100 times (0: leave out)
+	$(BIN)/python -m tests.soak --schedules $(SCHEDULES) --kills $(KILLS) --races $(RACES) $(ARGS)
 
 bench-store: $(VENV)/ready  ## measure the store: cost, size, restore, today's ways (12 minutes; ARGS=--quick: seconds)
 	$(BIN)/python -m bench store $(ARGS)

@@ -140,6 +140,10 @@ def pin(
         store.delete(key)
         raise
     assert slot is not None
+    if not is_there(store, key):
+        raise NothingPublished(
+            f"snapshot {snapshot} is not pinned: its pins were removed while this one was made", hint="pin it again"
+        )
     return key, slot
 
 

@@ -46,7 +46,7 @@ from tests.plain_codecs import PlainLedgers, PlainSegments
 PROMPTS = (Prompt("p0", (5,), 26), Prompt("p1", (8,), 14), Prompt("p2", (9, 9), 3), Prompt("p4", (7, 7), 12, "seed"))
 REFERENCE = reference_answers(PROMPTS)
 ANSWERS = {prompt.call_id: prompt.reference() for prompt in PROMPTS}
-LIMITS = Limits(pieces=3, most_sparse=3, small_records=4)
+LIMITS = Limits(pieces=2, most_sparse=2, small_records=4)
 BROWN_OUT = [Fate.FAIL] * 6 + [Fate.LOSE, Fate.DELAY, Fate.GO]
 FATES = [Fate.GO] * 194 + [Fate.FAIL] * 2 + [Fate.LOSE] * 2 + [Fate.KILL_BEFORE, Fate.KILL_AFTER]
 PEOPLE = ("pin", "pin", "let go", "forget", "prune")
@@ -68,6 +68,7 @@ class Schedule:
         self.brown_out: dict[Actor, int] = {}
         self.pinned: dict[int, set[str]] = {}
         """Acknowledged pins that nobody has begun to remove."""
+        self.letting_go: list[int] = []
         self.forgotten: dict[int, int] = {}
         """Slot that forgot, by snapshot, as they were acknowledged."""
         self.n_lives = self.n_people = self.n_steps = self.n_zombies = self.n_deletions = 0
@@ -101,12 +102,14 @@ class Schedule:
             life = Life(store, number, prompts=PROMPTS, keep_latest_k=self.keep, limits=LIMITS, submit=submit)
             self.lives.append(life)
             life.dispatch(chance.randint(1, len(PROMPTS)))
-            for _ in range(chance.randint(2, 9)):
+            for _ in range(chance.randint(2, 12)):
                 life.decode(chance.randint(0, 3))
                 if chance.random() < 0.5:
                     life.flush()
                 if chance.random() < 0.2:
                     life.dispatch()
+                if chance.random() < 0.5:
+                    life.fleet._states = {**life.fleet._states, "data": b'{"at": %d}' % chance.randrange(10**9)}
                 if chance.random() < 0.6 and life.snapshot().verdict is Verdict.FENCED:
                     return
 
@@ -123,20 +126,23 @@ class Schedule:
         present = [seq for seq in self.snapshots() if self.condemned_by(seq) is None]
         if not present:
             return
-        seq = chance.choice(present[-3:])
+        seq = chance.choice(present[-self.keep - 1 :])
         try:
             pins.pin(store, ManualClock(), SeededEntropy(name), name, seq, self.reached(seq))
         except RecoveryError:
             self.n_late_pins += 1
             raise
-        self.pinned[seq] = self.reached(seq)
         self.n_pins += 1
+        if seq not in self.letting_go:
+            self.pinned[seq] = self.reached(seq)
 
     def let_go(self, store: ObjectStore, name: str, chance: random.Random) -> None:
         if self.pinned:
             seq = chance.choice(sorted(self.pinned))
             del self.pinned[seq]
+            self.letting_go.append(seq)  # for good if it dies in the middle
             pins.unpin(store, seq)
+            self.letting_go.remove(seq)
 
     def forget(self, store: ObjectStore, name: str, chance: random.Random) -> None:
         present = self.snapshots()
@@ -166,7 +172,7 @@ class Schedule:
             if may_start and (not jobs or self.chance.random() < 0.02):
                 self.start_life()
                 continue
-            if self.n_people < 2 * total and len(jobs) < 4 and self.chance.random() < 0.02:
+            if self.n_people < 3 * total and len(jobs) < 4 and self.chance.random() < 0.03:
                 self.start_person()
                 continue
             if not running:
@@ -185,15 +191,16 @@ class Schedule:
         if parent is not None and parent.killed:
             actor.kill()
             return
-        if self.chance.random() < 0.01:
+        assert actor.at is not None
+        verb, key = actor.at
+        before_slot = verb == "put_new" and key.startswith("log/")  # there is most to be decided by who comes first
+        if self.chance.random() < (0.06 if before_slot else 0.008):
             self.stalled[actor] = self.n_steps + self.chance.randint(20, 400)
             return
         if self.chance.random() < 0.01:
             self.brown_out[actor] = self.n_steps + self.chance.randint(3, 12)
         if actor.delayed and self.chance.random() < 0.2:
             self.watched(actor.delayed.pop(0))
-        assert actor.at is not None
-        verb, key = actor.at
         fate = self.chance.choice(BROWN_OUT if self.brown_out.get(actor, 0) > self.n_steps else FATES)
         if fate is Fate.DELAY and verb != "put_new":
             fate = Fate.FAIL

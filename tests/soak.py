@@ -1,4 +1,6 @@
-"""`python -m tests.soak --kills N --races N`: the real job killed at random, and coordinators racing, again and again.
+"""`python -m tests.soak --schedules N --kills N --races N`: the protocol, the job and racing coordinators, at random.
+
+Schedules: random schedules of the protocol's own code on stores in memory (schedules.py), one after another.
 
 Kills: jobs of the tiny model run one after another. Each is killed several times: after a random number of decoded
 tokens, or at a random moment, which hits the start of the engine, the restore and the end too; then it runs to its end
@@ -23,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from storage_backends.testing import servers
 from tests.job_files import FLUSH, lines, rows_of, write_job
 from tests.job_processes import JobProcess, run, running, wait_until
 from tests.racing import Place, race
+from tests.schedules import run_schedules
 
 KILLS_PER_JOB = 12
 _SHORTEST_START_S, _LONGEST_START_S = 1.0, 14.0
@@ -198,10 +202,25 @@ def race_coordinators(folder: Path, seed: int, rounds: int, deadline: float | No
     return not figures.problems and (figures.rounds >= rounds or deadline is not None)
 
 
+def run_simulations(folder: Path, seed: int, n: int, deadline: float | None) -> bool:
+    """Whether so many random schedules of the protocol broke no rule. Prints the figures; a failure names its seed."""
+    began = time.monotonic()
+    figures: Counter[str] = Counter()
+    done = 0
+    first = seed % 10**9
+    while done < n and (deadline is None or time.monotonic() < deadline):
+        some = min(100, n - done)
+        figures.update(run_schedules(some, first + done))
+        done += some
+    print(f"{done} schedules from seed {first}: {dict(figures)}, {time.monotonic() - began:.0f} s", flush=True)
+    return done == n or deadline is not None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50, help="of jobs; 0: none")
     parser.add_argument("--races", type=int, default=100, help="rounds of two coordinators; 0: none")
+    parser.add_argument("--schedules", type=int, default=10_000, help="of the protocol simulation; 0: none")
     parser.add_argument("--seed", type=int, default=None, help="default: random, printed")
     parser.add_argument("--seconds", type=float, default=None, help="stop each part after so long, with what was done")
     parser.add_argument("--dir", type=Path, default=None, help="keep everything here (default: a temporary folder)")
@@ -210,7 +229,12 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="prefix-recovery-soak-")) if arguments.dir is None else arguments.dir
     print(f"seed {seed}, in {folder}", flush=True)
     fine = True
-    for name, part, n in (("kills", kill_jobs, arguments.kills), ("races", race_coordinators, arguments.races)):
+    parts = (
+        ("schedules", run_simulations, arguments.schedules),
+        ("kills", kill_jobs, arguments.kills),
+        ("races", race_coordinators, arguments.races),
+    )
+    for name, part, n in parts:
         if n:
             (folder / name).mkdir(parents=True, exist_ok=True)
             deadline = None if arguments.seconds is None else time.monotonic() + arguments.seconds

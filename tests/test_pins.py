@@ -362,3 +362,19 @@ def test_f5_a_pin_is_known_from_the_log_where_a_listing_does_not_show_it() -> No
         changing(life, state)
         assert life.snapshot().error is None
     assert not wanted <= set(store._objects)
+
+
+def test_a_pin_that_was_removed_while_it_was_made_is_not_acknowledged() -> None:
+    store = MemoryStore()
+    life = Life(store, 1)
+    life.dispatch()
+    life.snapshot()
+    seq = ids(life)[-1]
+
+    def let_go(verb: str, key: str) -> Any:
+        if verb == "put_new" and key.startswith("log/"):
+            assert pins.unpin(store, seq)
+        return PASS
+
+    with pytest.raises(NothingPublished, match="its pins were removed while this one was made"):
+        pin(FaultyStore(store, let_go), seq)
