@@ -5,6 +5,8 @@ nothing which was acknowledged as stored is lost, and that the finished job equa
 Enumerated: single kills over a whole job (with both codecs, keeping one snapshot and two), and every pair of a kill
 during a snapshot and a kill during the restore after it. Pairs over the whole job are sampled; KILL_PAIRS sets how many
 (0: all of them), KILL_SEED the seed.
+Elsewhere, in the same way: compaction in test_compactor.py, a pin in test_pins.py, a forget in test_forgetting.py, a
+prune in test_pruning.py, the three commands in test_inspect_deleting.py.
 """
 
 from __future__ import annotations

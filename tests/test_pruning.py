@@ -30,7 +30,7 @@ from tests.lives import damage_flip, ids, objects_of, own_objects
 from tests.plain_codecs import PlainLedgers, PlainSegments
 from tests.test_pins import changing, pin
 
-PROMPTS = (Prompt("p0", (3,), 90), Prompt("p1", (5,), 120), Prompt("p2", (9, 9), 3))
+PROMPTS = (Prompt("p0", (3,), 45), Prompt("p1", (5,), 60), Prompt("p2", (9, 9), 3))
 REFERENCE = reference_answers(PROMPTS)
 
 
@@ -185,9 +185,10 @@ def test_a_store_of_which_nothing_can_be_restored_loses_nothing() -> None:
 @pytest.mark.parametrize("step", [RaiseBefore, RaiseAfter])
 def test_f1_one_that_fails_anywhere_can_be_done_again(error: RecoveryError, step: Any) -> None:
     k = 0
+    template = MemoryStore()
+    life = working(template, 1)
     while True:
-        store = MemoryStore()
-        life = working(store, 1)
+        store = _copy(template)
         plan = iter([PASS] * k + [step(error)])
         try:
             pruned(FaultyStore(store, lambda verb, key, plan=plan: next(plan, PASS)))
@@ -198,7 +199,7 @@ def test_f1_one_that_fails_anywhere_can_be_done_again(error: RecoveryError, step
             pruned(store, seed="again")
         again = life_of(store, 2)
         again.keeps(life.flushed)
-        assert again.run_to_end() == REFERENCE
+        assert again.run_to_end(60) == REFERENCE
         if finished:
             assert k > 20
             return
@@ -223,14 +224,15 @@ def test_c8_who_is_overtaken_deletes_nothing_more() -> None:
 def test_a_kill_at_every_store_call_of_a_prune() -> None:
     """Of a store with a pinned snapshot: it and the newest one are whole, and the job ends as if nothing had been."""
     kills = at = 0
+    template = MemoryStore()
+    life = working(template, 1, 4)
+    first, newest = ids(life)[1], ids(life)[-1]
+    wanted = set(objects_of(template, first))
+    pin(template, first)
     while True:
         at += 1
         for how in WAYS:
-            store = MemoryStore()
-            life = working(store, 1, 4)
-            first, newest = ids(life)[1], ids(life)[-1]
-            wanted = set(objects_of(store, first))
-            pin(store, first)
+            store = _copy(template)
             killing = KillingStore(store, at, how)
             try:
                 pruned(killing)
@@ -248,7 +250,7 @@ def test_a_kill_at_every_store_call_of_a_prune() -> None:
             if at % 4 == 0:
                 pruned(store, seed="again")
                 again = life_of(store, 3)
-            assert again.run_to_end() == REFERENCE
+            assert again.run_to_end(60) == REFERENCE
             assert content_of(life_of(store, 4, choice=first).publication.ledger).keys() == life.published[first].keys()
 
 
