@@ -36,7 +36,7 @@ def test_f3_all_parts_run_and_every_figure_is_there(tmp_path: Path) -> None:
     figures = document["figures"]
     assert figures.keys() == {"data", "run", *store.PARTS}
     for place in ("local", "local, compacted", "S3 (moto)"):
-        for quantity in ("bytes", "of it ledger", "ms", "objects"):
+        for quantity in ("bytes", "of it ledger", "ms", "processor ms", "objects"):
             assert len(figures["cost"][f"{place}: {quantity}"]["all"]) >= 4
     what = "natural text, modelled logprobs"
     for name in ("arrow", "zarr"):

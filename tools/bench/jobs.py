@@ -90,10 +90,14 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One snapshot: its id, and what it cost. `ledger_depth`: how many ledger objects belong to it besides its own."""
+    """One snapshot: its id, and what it cost. `ledger_depth`: how many ledger objects belong to it besides its own.
+
+    `processor_seconds` are those of this process: the server of a bucket is another.
+    """
 
     id: int
     seconds: float
+    processor_seconds: float
     traffic: Traffic
     ledger_depth: int
 
@@ -190,12 +194,12 @@ class Job:
     def snapshot(self) -> Taken:
         """Take one; raises whatever kept it from being published."""
         self.store.take()
-        began = time.perf_counter()
+        busy, began = time.process_time(), time.perf_counter()
         attempt = self._coordinator.take("interval")
-        seconds = time.perf_counter() - began
+        seconds, busy = time.perf_counter() - began, time.process_time() - busy
         if attempt.verdict is not Verdict.PUBLISHED or attempt.snapshot is None:
             raise attempt.error or RuntimeError(f"no snapshot: {attempt}")
-        return Taken(attempt.snapshot, seconds, self.store.take(), self.publication.writer.depth)
+        return Taken(attempt.snapshot, seconds, busy, self.store.take(), self.publication.writer.depth)
 
     def close(self) -> None:
         for stager in self.workers.stagers:

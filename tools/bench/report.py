@@ -26,6 +26,25 @@ from rich.table import Table
 _VERSIONS = ("numpy", "pyarrow", "zarr", "torch", "s3fs", "moto")
 
 
+def describe_machine() -> dict[str, Any]:
+    """What kind of machine this is, without naming it."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": _processor(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in _VERSIONS},
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A figure that the project promises: `value` should be at most `limit`."""
@@ -46,6 +65,7 @@ class Report:
     console: Console
     seed: int
     quick: bool
+    machine: dict[str, Any] = field(default_factory=describe_machine)
     figures: dict[str, Any] = field(default_factory=dict)
     bounds: list[Bound] = field(default_factory=list)
 
@@ -79,7 +99,7 @@ class Report:
             "bench": bench,
             "seed": self.seed,
             "quick": self.quick,
-            "machine": machine(),
+            "machine": self.machine,
             "figures": self.figures,
             "bounds": [{**asdict(bound), "met": bound.met} for bound in self.bounds],
         }
@@ -87,25 +107,6 @@ class Report:
     def write(self, bench: str, path: Path | None) -> None:
         if path is not None:
             path.write_text(json.dumps(self.document(bench), indent=1) + "\n")
-
-
-def machine() -> dict[str, Any]:
-    """What kind of machine this is, without naming it."""
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "processor": _processor(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "load_before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in _VERSIONS},
-    }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
 
 
 def nbytes_text(nbytes: float) -> str:

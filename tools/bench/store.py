@@ -116,6 +116,8 @@ def _introduce(report: Report, corpus: Corpus, logprobs: np.ndarray) -> None:
     report.figure("data", "distinct_tokens", len(np.unique(corpus.token_ids)))
     report.figure("data", "sha256_of_ids", corpus.sha256)
     report.figure("data", "logprobs_zero_nearly_zero_mean", [float(value) for value in shares])
+    machine = report.machine
+    report.note(f"{machine['cores']} cores, {machine['processor']}; load before: {machine['load_before']:.1f}")
     report.note(
         f"seed {report.seed}; {len(corpus):,} tokens of {corpus.n_characters:,} characters of natural text on this "
         f"machine; logprobs modelled: {shares[0]:.0%} are 0, {shares[1]:.0%} above -0.01, mean {shares[2]:.2f}"

@@ -95,6 +95,7 @@ def _rows(report: Report, place: str, taken: Sequence[Taken], size: Size) -> lis
         ("bytes", lambda one: float(one.traffic.nbytes), nbytes_text, True),
         ("of it ledger", lambda one: float(one.traffic.bytes_created["ledger"]), nbytes_text, False),
         ("ms", lambda one: one.seconds, ms_text, True),
+        ("processor ms", lambda one: one.processor_seconds, ms_text, False),
         ("objects", lambda one: float(one.traffic.n_objects), lambda n: f"{n:.0f}", False),
     ):
         at_first, at_last = Spread.of(list(map(of, first))), Spread.of(list(map(of, last)))
