@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -89,22 +89,63 @@ def chunk_digest(chunk: Chunk) -> bytes:
     """16 bytes over call, position, version, tokens, logprobs, mask and wide columns; not over the attempt."""
     n_tokens = chunk.token_ids.shape[0]
     call_ids = np.frombuffer(chunk.call_id, np.uint8).reshape(1, -1)
-    return digest_of(
-        chunk_heads(call_ids, np.array([chunk.start]), np.array([n_tokens]), chunk.version).tobytes(),
-        _le_int32(chunk.token_ids),
-        b"" if chunk.logprobs is None else np.ascontiguousarray(chunk.logprobs, dtype="<f4").tobytes(),
-        np.ascontiguousarray(chunk.mask, dtype="u1").tobytes(),
-        wide_content(chunk.columns, n_tokens),
-    )
+    head = chunk_heads(call_ids, np.array([chunk.start]), np.array([n_tokens]), chunk.version).tobytes()
+    logprobs = np.empty(0, np.float32) if chunk.logprobs is None else chunk.logprobs
+    ids, lps, mask = map(_one_stretch, (chunk.token_ids, logprobs, chunk.mask))
+    (digest,) = chunk_digests([head], ids, lps, mask, lambda _: wide_content(chunk.columns, n_tokens))
+    return digest
 
 
-Bytes = bytes | memoryview
+Stretches = tuple[Array, Array, Array]
+"""Values of many chunks, and where those of each begin and end."""
 
 
-def digest_of(head: Bytes, token_ids: Bytes, logprobs: Bytes, mask: Bytes, wide: bytes) -> bytes:
-    """The digest of a chunk from the bytes of its parts; no `logprobs` means that it has none."""
-    flag = b"\1" if len(logprobs) else b"\0"
-    return sha256(b"".join((head, token_ids, flag, logprobs, mask, wide))).digest()[:16]
+def _one_stretch(values: Array) -> Stretches:
+    return values, np.zeros(1, np.int64), np.array([len(values)])
+
+
+def chunk_digests(
+    heads: Sequence[bytes],
+    token_ids: Stretches,
+    logprobs: Stretches,
+    mask: Stretches,
+    wide: Callable[[int], bytes] | None,
+) -> list[bytes]:
+    """The digests of many chunks: `heads` are their chunk_heads(), `wide` gives the wide_content() of one.
+
+    A chunk of which there are no logprobs has none.
+    """
+    ids, *id_edges = _bytes_of(*token_ids, "<i4")
+    lps, *lp_edges = _bytes_of(*logprobs, "<f4")
+    bits, *bit_edges = _bytes_of(*mask, "u1")
+    found: list[bytes] = []
+    edges = zip(heads, *id_edges, *lp_edges, *bit_edges, strict=True)
+    for at, (head, first, last, lp_first, lp_last, bit_first, bit_last) in enumerate(edges):
+        state = sha256(head)
+        flag = b"\1" if lp_first != lp_last else b"\0"
+        if wide is None and bit_last - bit_first <= _HELD // 4:
+            state.update(ids[first:last])
+            state.update(flag)
+            state.update(lps[lp_first:lp_last])
+            state.update(bits[bit_first:bit_last])
+        else:
+            parts = (ids[first:last], flag, lps[lp_first:lp_last], bits[bit_first:bit_last])
+            for part in parts if wide is None else (*parts, wide(at)):
+                for piece in range(0, len(part), _HELD):
+                    state.update(part[piece : piece + _HELD])
+        found.append(state.digest()[:16])
+    return found
+
+
+_HELD = 2047
+"""hashlib lets other threads have the interpreter while it hashes more bytes than this at a time; two that hash chunks
+would hand it to and fro for each of them, which takes longer than to hash it."""
+
+
+def _bytes_of(values: Array, begins: Array, ends: Array, dtype: str) -> tuple[memoryview, list[int], list[int]]:
+    size = np.dtype(dtype).itemsize
+    plain = np.ascontiguousarray(values, dtype).view(np.uint8).data
+    return plain, (size * begins).tolist(), (size * ends).tolist()
 
 
 def chunk_heads(call_ids: Array, starts: Array, n_tokens: Array, version: PolicyVersion) -> Array:
@@ -136,8 +177,7 @@ def request_digest(request: Request) -> bytes:
 
     Not over the seed that admission gave the call: the same request is the same call with whatever seed it was drawn.
     """
-    sampling, extra = canonical_json(dict(request.sampling)), canonical_json(asked_of(request.extra))
-    return request_digest_of(_le_int32(request.prompt_token_ids), sampling, extra)
+    return request_digest_of(_le_int32(request.prompt_token_ids), asked_content(request.sampling, request.extra))
 
 
 def asked_of(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,10 +185,15 @@ def asked_of(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in extra.items() if name != "draws"}
 
 
-def request_digest_of(prompt_token_ids: Bytes, sampling: bytes, extra: bytes) -> bytes:
-    """The digest of a request from its parts: little-endian ids, canonical JSON of sampling and of `asked_of` extra."""
+def asked_content(sampling: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+    """What of a request is hashed after its prompt."""
+    return _lp(canonical_json(dict(sampling))) + _lp(canonical_json(asked_of(extra)))
+
+
+def request_digest_of(prompt_token_ids: bytes | memoryview, asked: bytes) -> bytes:
+    """The digest of a request from its parts: little-endian ids and asked_content()."""
     n = _U64(len(prompt_token_ids) // 4)
-    return sha256(b"".join((_REQUEST, n, prompt_token_ids, _lp(sampling), _lp(extra)))).digest()[:16]
+    return sha256(b"".join((_REQUEST, n, prompt_token_ids, asked))).digest()[:16]
 
 
 def call_id(rollout: str, turn: int, digest: bytes) -> CallId:

@@ -14,13 +14,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from recovery.codec import chunk_heads, digest_of, request_digest, wide_content
+from recovery.codec import chunk_digests, chunk_heads, request_digest, wide_content
 from recovery.model import (
     Array,
     BoolArray,
@@ -255,23 +254,24 @@ def digests(
     columns: Callable[[int], Mapping[str, Array]],
 ) -> Array:
     """The digests of Records with these columns; those of requests are given, that of an ended record is zeros."""
-    ids = np.ascontiguousarray(token_ids, "<i4").view(np.uint8).data
-    lps = np.ascontiguousarray(logprobs, "<f4").view(np.uint8).data
-    bits = np.ascontiguousarray(mask, "u1").data
-    heads = _heads(call_ids, starts, np.diff(token_at), versions, version_at)
-    bare = columns is no_columns
-    found: list[bytes] = []
-    bounds = (pairwise(positions.tolist()) for positions in (4 * token_at, 4 * logprob_at, mask_at))
-    for at, (head, (t, t_end), (p, p_end), (m, m_end)) in enumerate(zip(heads, *bounds, strict=True)):
-        if head is None:
-            found.append(request_digests.get(at, _ZEROS))
-            continue
-        wide = b"" if bare else wide_content(columns(at), m_end - m)
-        found.append(digest_of(head, ids[t:t_end], lps[p:p_end], bits[m:m_end], wide))
-    return np.frombuffer(b"".join(found), SIXTEEN)
+    found = np.zeros(len(version_at), SIXTEEN)
+    found[list(request_digests)] = np.frombuffer(b"".join(request_digests.values()), SIXTEEN)
+    rows = np.flatnonzero(version_at >= 0)
+    numbers = rows.tolist()
+    n_tokens = np.diff(token_at)[rows]
+    heads = _heads(call_ids[rows], starts[rows], n_tokens, versions, version_at[rows])
+    computed = chunk_digests(
+        heads,
+        (token_ids, token_at[rows], token_at[rows + 1]),
+        (logprobs, logprob_at[rows], logprob_at[rows + 1]),
+        (mask, mask_at[rows], mask_at[rows + 1]),
+        None if columns is no_columns else lambda at: wide_content(columns(numbers[at]), int(n_tokens[at])),
+    )
+    found[rows] = np.frombuffer(b"".join(computed), SIXTEEN)
+    found.flags.writeable = False
+    return found
 
 
-_ZEROS = bytes(16)
 _NO_TOKENS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
 _NO_MASK = np.empty(0, np.bool_)
@@ -311,10 +311,10 @@ def _positions(arrays: Sequence[Array]) -> Positions:
 
 def _heads(
     call_ids: Array, starts: Array, n_tokens: Array, versions: Sequence[PolicyVersion], version_at: Array
-) -> list[bytes | None]:
-    """What is hashed first of each chunk; None for a record that is none."""
-    found: list[bytes | None] = [None] * len(version_at)
-    keys = call_ids.view(np.uint8).reshape(-1, 16)
+) -> list[bytes]:
+    """What is hashed first of each chunk."""
+    found: list[bytes] = [b""] * len(version_at)
+    keys = np.ascontiguousarray(call_ids).view(np.uint8).reshape(-1, 16)
     for number, version in enumerate(versions):
         rows = np.flatnonzero(version_at == number)
         heads = chunk_heads(keys[rows], starts[rows], n_tokens[rows], version)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 GREEDY_BELOW = 1e-5
@@ -228,19 +229,21 @@ def hindrance(sampling: Mapping[str, Any], arguments: Iterable[str], abilities: 
     """
     if not is_greedy(sampling) and not drawn_alike(sampling, arguments, abilities) and REDRAW not in abilities:
         return "seed" if sampling.get("seed") is not None else "temperature"
-    names = [name for name in sampling if name not in ("temperature", "seed")]
-    lacking = _lacking(names, sampling, abilities)
-    lacking += [name for name in arguments if _stands_in_the_way(row(name), abilities)]
+    lacking = [name for name in sampling if name not in _APART and _lacks(name, sampling[name], abilities)]
+    lacking += [name for name in arguments if _in_the_way(name, abilities)]
     return min(lacking, default="")
 
 
-def _lacking(names: Iterable[str], sampling: Mapping[str, Any], abilities: frozenset[str]) -> list[str]:
-    return [
-        name for name in names if sampling[name] not in row(name).harmless and _stands_in_the_way(row(name), abilities)
-    ]
+_APART = frozenset(("temperature", "seed"))
 
 
-def _stands_in_the_way(of: Row, abilities: frozenset[str]) -> bool:
+def _lacks(name: str, value: Any, abilities: frozenset[str]) -> bool:
+    return _in_the_way(name, abilities) and value not in row(name).harmless
+
+
+@lru_cache(maxsize=1024)
+def _in_the_way(name: str, abilities: frozenset[str]) -> bool:
+    of = row(name)
     return of.kind is Kind.RESTART or (of.kind is not Kind.EXACT and not abilities.intersection(of.needs))
 
 

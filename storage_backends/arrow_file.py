@@ -31,6 +31,8 @@ FILE_BYTES_MAX = 4 << 30
 HEADER_BYTES_MAX = 64 << 20
 BATCH_BYTES_MAX = 1 << 30
 """Largest decompressed size of one batch; writers stay far below."""
+GROUP_BYTES = 64 << 20
+"""Decompressed, so much of a file is taken apart at a time."""
 
 _MAGIC = b"ARROW1"
 _MANGLED = (ValueError, TypeError, LookupError, ArithmeticError, OSError, NotImplementedError, struct.error)
@@ -167,43 +169,59 @@ def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(found == wanted)
 
 
-def read_batches(
-    data: bytes, parts: Parts, rows_max: int, what: str, nbytes_max: int | None = None
-) -> Iterator[pa.RecordBatch]:
-    """The batches of a file, each validated. None is read before all were measured.
-
-    `nbytes_max`: what all of them may claim to become together.
-    """
-    for batches in read_groups(data, parts, rows_max, what, 0, nbytes_max):
-        yield from batches
-
-
 def read_groups(
-    data: bytes, parts: Parts, rows_max: int, what: str, together: int, nbytes_max: int | None = None
-) -> Iterator[list[pa.RecordBatch]]:
-    """The same, several at a time: as many as claim to become up to `together` bytes, at least one."""
+    data: bytes, parts: Parts, rows_max: int, what: str, nbytes_max: int | None = None
+) -> Iterator[tuple[pa.RecordBatch, list[int]]]:
+    """The batches of a file, validated, several joined to one, and how many rows each has. All are measured first.
+
+    What is done with a batch costs much the same however many rows it has: as many are joined as claim to become
+    GROUP_BYTES together, at least one. `nbytes_max`: what all of the file may claim to become.
+    """
     shapes = [_measured(data, frame, rows_max, what) for frame in parts.batches]
     claimed = sum(shape.nbytes for shape in shapes)
     if nbytes_max is not None and claimed > nbytes_max:
         raise Damaged(f"{what} claims {claimed} bytes in {len(data)}; at most {nbytes_max} are allowed")
-    # The messages of a file are those of a stream; read as such, they are exactly the ones measured (invariant 1).
-    stream = pa.py_buffer(data).slice(parts.schema.offset)
-    group: list[pa.RecordBatch] = []
-    nbytes = 0
+    for first, last in _stretches([shape.nbytes for shape in shapes], GROUP_BYTES):
+        table = _read_together(data, parts.schema, parts.batches[first:last], what)
+        yield _joined(table), [shape.n_rows for shape in shapes[first:last]]
+
+
+def _stretches(nbytes: Sequence[int], at_most: int) -> Iterator[tuple[int, int]]:
+    first = total = 0
+    for at, size in enumerate(nbytes):
+        if at > first and total + size > at_most:
+            yield first, at
+            first = at
+            total = 0
+        total += size
+    if first < len(nbytes):
+        yield first, len(nbytes)
+
+
+def _read_together(data: bytes, schema: Frame, batches: Sequence[Frame], what: str) -> pa.Table:
+    """Consecutive batches in one call of Arrow: between calls a thread would wait for the interpreter each time.
+
+    The messages of a file are those of a stream; read as such, they are exactly the ones measured (invariant 1).
+    """
+    begin, end = batches[0].offset, batches[-1].offset + batches[-1].length
+    if begin == schema.offset + schema.length:
+        stream = pa.py_buffer(data)[schema.offset : end]
+    else:
+        stream = pa.py_buffer(data[schema.offset : schema.offset + schema.length] + data[begin:end])
     try:
         with pa.ipc.open_stream(stream, options=pa.ipc.IpcReadOptions(use_threads=False)) as reader:
-            for shape in shapes:
-                if group and nbytes + shape.nbytes > together:
-                    yield group
-                    group, nbytes = [], 0
-                batch = reader.read_next_batch()
-                batch.validate(full=True)
-                group.append(batch)
-                nbytes += shape.nbytes
-    except (*_MANGLED, StopIteration) as error:
+            table = reader.read_all()
+        table.validate(full=True)
+    except _MANGLED as error:
         raise Damaged(f"{what} has a batch that cannot be read: {error}") from error
-    if group:
-        yield group
+    return table
+
+
+def _joined(table: pa.Table) -> pa.RecordBatch:
+    whole = table.combine_chunks().to_batches()
+    if whole:
+        return whole[0]
+    return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in table.schema], schema=table.schema)
 
 
 def _measured(data: bytes, frame: Frame, rows_max: int, what: str) -> BatchShape:
@@ -219,7 +237,7 @@ def read_message(message: bytes, schema: pa.Schema, rows_max: int, what: str) ->
     """The batch that one message is, validated."""
     begin = schema.serialize().to_pybytes()
     parts = Parts(Frame(0, len(begin)), (Frame(len(begin), len(message)),))
-    (batch,) = read_batches(begin + message, parts, rows_max, what)
+    ((batch, _),) = read_groups(begin + message, parts, rows_max, what)
     return batch
 
 

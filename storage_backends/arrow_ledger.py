@@ -97,8 +97,8 @@ class ArrowLedgerCodec:
         ledger_texts.check_header(header, what)
         rows = LedgerRows(names)
         nbytes_max = NBYTES_ALWAYS + RATIO_MAX * len(data)
-        batches = arrow_file.read_batches(data, parts, ROWS_PER_BATCH, what, nbytes_max)
-        packed = [_read_batch(batch, rows, what) for batch in batches]
+        groups = arrow_file.read_groups(data, parts, ROWS_PER_BATCH, what, nbytes_max)
+        packed = [_read_batch(batch, rows, what) for batch, _ in groups]
         rows.packed = b"".join(packed)
         if len(set(rows.call_ids)) != len(rows):
             raise Damaged(f"{what} has two rows for one call")

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from recovery.codec import asked_of, canonical_json, request_digest_of
+from recovery.codec import asked_content, request_digest_of
 from recovery.errors import Damaged, DigestMismatch
 from recovery.model import FINISH_REASONS, MAX_TOKENS_PER_CHUNK, PolicyVersion, Request
 from recovery.records import CHUNK, ENDED, OPENED, Records, digests
@@ -254,20 +254,18 @@ class _Bodies:
         self._tokens = tokens
         self._token_bytes = np.ascontiguousarray(tokens, "<i4").view(np.uint8).data
         self._token_at = token_at.tolist()
-        self._known: dict[tuple[bytes, bool], tuple[dict[str, Any], bytes]] = {}
+        self._known: dict[tuple[bytes, bytes], tuple[dict[str, Any], dict[str, Any], bytes]] = {}
         self.digests: dict[int, bytes] = {}
 
     def request(self, at: int, text: str) -> Request:
         first, last = self._token_at[at], self._token_at[at + 1]
         try:
             body = _REQUEST_BODY.decode(text)
-            sampling, sampling_content = self._object(body.sampling)
-            extra, extra_content = self._object(body.extra, of_caller=True)
+            sampling, extra, asked = self._asked(bytes(body.sampling), bytes(body.extra))
         except (ValueError, RecursionError, Damaged) as error:
             self._where.at = at
             raise Damaged(f"{self._where}: its request cannot be read: {error}") from error
-        prompt = self._token_bytes[4 * first : 4 * last]
-        self.digests[at] = request_digest_of(prompt, sampling_content, extra_content)
+        self.digests[at] = request_digest_of(self._token_bytes[4 * first : 4 * last], asked)
         return Request(
             rollout=body.rollout,
             turn=body.turn,
@@ -278,13 +276,12 @@ class _Bodies:
             extra=extra,
         )
 
-    def _object(self, raw: msgspec.Raw, *, of_caller: bool = False) -> tuple[dict[str, Any], bytes]:
-        """A JSON object and its canonical text. The requests of a job are alike: each text is parsed once a batch."""
-        text = bytes(raw)
-        known = self._known.get((text, of_caller))
+    def _asked(self, sampling: bytes, extra: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+        """Two JSON objects and their asked_content(). The requests of a job are alike: each is parsed once a batch."""
+        known = self._known.get((sampling, extra))
         if known is None:
-            value = strict_json.parse(text.decode(), "a field")
-            known = self._known[text, of_caller] = (value, canonical_json(asked_of(value) if of_caller else value))
+            first, second = (strict_json.parse(text.decode(), "a field") for text in (sampling, extra))
+            known = self._known[sampling, extra] = (first, second, asked_content(first, second))
         return known
 
     def end(self, at: int, text: str) -> tuple[str, int | str | None]:

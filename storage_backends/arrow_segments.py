@@ -75,10 +75,10 @@ class ArrowSegmentCodec:
         check_bytes(data, nbytes=len(data), crc32c=total, what=what)
         parts = arrow_file.split(data, what)
         types = _types_of_file(data, parts, what)
-        batches = arrow_file.read_batches(data, parts, RECORDS_PER_BATCH, what)
+        lengths = [n for _, group in arrow_file.read_groups(data, parts, RECORDS_PER_BATCH, what) for n in group]
         infos = tuple(
-            BatchInfo(frame.offset, frame.length, crc32c(_bytes_of(data, frame)), batch.num_rows)
-            for frame, batch in zip(parts.batches, batches, strict=True)
+            BatchInfo(frame.offset, frame.length, crc32c(_bytes_of(data, frame)), n_records)
+            for frame, n_records in zip(parts.batches, lengths, strict=True)
         )
         return SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos, wide=types)
 
@@ -90,9 +90,9 @@ class ArrowSegmentCodec:
         types = _types_of_file(data, parts, what)
         lengths: list[int] = []
         read: list[Records] = []
-        for group in arrow_file.read_groups(data, parts, RECORDS_PER_BATCH, what, RAW_BYTES_PER_BATCH):
-            lengths += [batch.num_rows for batch in group]
-            read.append(from_batch(_joined(group), what))
+        for batch, group in arrow_file.read_groups(data, parts, RECORDS_PER_BATCH, what):
+            lengths += group
+            read.append(from_batch(batch, what))
         records = Records.joined(read)
         if info is not None:
             told = [(batch.offset, batch.length, batch.n_records) for batch in info.batches]
@@ -140,11 +140,3 @@ def _split(records: Records, at_most: int) -> list[slice]:
         parts.append(slice(first, last))
         first = last
     return parts
-
-
-def _joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    """The same rows in one batch: what is done with a batch costs much the same however many rows it has."""
-    if len(batches) == 1:
-        return batches[0]
-    whole = pa.Table.from_batches(batches).combine_chunks().to_batches()
-    return whole[0] if whole else batches[0]
