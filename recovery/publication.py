@@ -51,6 +51,7 @@ class Draft:
     ledger: PendingLedger
     states: Mapping[str, ObjectRef]
     nbytes: int
+    flushed: Mapping[str, int]
 
 
 class Publication:
@@ -120,7 +121,8 @@ class Publication:
 
     def record(self, states: Mapping[str, bytes]) -> Draft:
         """Write the ledger object and those states that changed."""
-        pending = self.writer.write(self.flushed)
+        flushed = dict(self.flushed)
+        pending = self.writer.write(flushed)
         refs: dict[str, ObjectRef] = {}
         for name, data in states.items():
             known = self._states.get(name)
@@ -129,7 +131,7 @@ class Publication:
                 known = put_object(self._store, key, data)
             refs[name] = known
         fresh = [ref.nbytes for name, ref in refs.items() if self._states.get(name) != ref]
-        return Draft(pending, refs, pending.ref.nbytes + sum(fresh))
+        return Draft(pending, refs, pending.ref.nbytes + sum(fresh), flushed)
 
     def validate(self, draft: Draft, fresh: Iterable[Staged], again: StoreAgain = _never) -> list[RecoveryError]:
         """Read back what the draft is the first to reference. Returns what is wrong with segments; then it is void.
@@ -216,6 +218,7 @@ class Publication:
             "states": {name: ref.as_json() for name, ref in draft.states.items()},
             "counts": asdict(self.ledger.counts()),
             "bytes_written": draft.nbytes,
+            "flushed": draft.flushed,
             **({} if origin is None else {"origin": dict(origin)}),
         }
         slot = self.log.append_if("snapshot", lambda: body if seq in (None, self.log.tail + 1) else None)

@@ -49,7 +49,7 @@ CHANGES: list[tuple[str, Change, str]] = [
     (
         "job sampling",
         lambda c: c.write_text(c.read_text().replace("ignore_eos: true", "ignore_eos: false")) and None,
-        "the job's sampling was changed",
+        r"prompt 'p-0' \(line 1\) is sampled otherwise .*: sampling.ignore_eos: true in the store, the default here",
     ),
     (
         "samples",

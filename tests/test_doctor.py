@@ -27,10 +27,9 @@ Said = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Said:
+def said(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> Said:
     """Exit code and findings about the job itself, each with what to do about it on the same line."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model").symlink_to(tiny_model)
     config = write_job(tmp_path, tmp_path / "model", [LINE])
 
     def run(*arguments: str, **fields: Any) -> tuple[int, str]:
@@ -176,7 +175,7 @@ def test_c14_doctor_shows_who_holds_a_store_and_who_was_fenced(said: Said, tmp_p
         life.snapshot()
     code, text = said()
     assert code == 0
-    assert "epoch 3 is held by life 3 (claimed 2023-11-14 22:13:20Z); the next run takes it over" in text
+    assert "the last to claim the store was life 3 (claimed 2023-11-14 22:13:20Z) (epoch 3); whether it lives" in text
     assert text.index("fenced: life 2 ") < text.index("fenced: life 1 ")
     claims = [n for n in range(1, life.log.tail + 1) if b'"kind":"epoch"' in store.get(f"log/{n:012d}.json")]
     assert f"of epoch 2, by slot {claims[2]}" in text and f"of epoch 1, by slot {claims[1]}" in text

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefix_recovery.changes import Compared
 from recovery import restore, resume
 from recovery.errors import FingerprintMismatch
 from recovery.ports import ObjectStore
@@ -135,7 +136,7 @@ def test_participants_that_are_not_asked_are_named() -> None:
     (note,) = _planned(store)["notes"]
     assert "is not asked (trainer): one may refuse this snapshot" in note
     snapshot = choose(store, position(store), "latest").snapshot
-    document = explain.explain(Place("s", store, {}), snapshot, [], explain.machine_here(), None)
+    document = explain.explain(Place("s", store, {}), snapshot, explain.machine_here(), None)
     assert document["notes"] == [note]
 
 
@@ -173,7 +174,7 @@ def test_explain_decides_as_a_restore_does(stored: dict[str, Any], here: dict[st
     stores.Job(store, must=stored).close()
     snapshot = choose(store, position(store), "latest").snapshot
     document = explain.explain(
-        Place("s", store, {}), snapshot, [], explain.Here(here, stores.RECORDED, complete=True, source_digests={}), "f"
+        Place("s", store, {}), snapshot, explain.Here(here, stores.RECORDED, complete=True, compared=Compared()), "f"
     )
     try:
         restore.check_fingerprint(load(store, ledger_codec(), snapshot), here)
@@ -188,8 +189,8 @@ def test_explain_decides_as_a_restore_does(stored: dict[str, Any], here: dict[st
 def test_a_recorded_difference_lowers_the_grade_and_nothing_else() -> None:
     store = made(stores.several)
     snapshot = choose(store, position(store), "latest").snapshot
-    here = explain.Here(stores.MUST, {"engine.vllm": "0.33.0"}, complete=True, source_digests={})
-    document = explain.explain(Place("s", store, {}), snapshot, [], here, "f")
+    here = explain.Here(stores.MUST, {"engine.vllm": "0.33.0"}, complete=True, compared=Compared())
+    document = explain.explain(Place("s", store, {}), snapshot, here, "f")
     assert document["restorable"] is True and document["grade"] == "statistical"
     assert [f["effect"] for f in document["fields"]] == ["none", "none", "lowers"]
 
@@ -221,19 +222,18 @@ def test_explain_with_a_job_file(
     store = MemoryStore()
     job = stores.Job(store, must=here.must)
     say(job.open("a#0", (3, 4), source_digest=here.source_digests["a#0"]), 7, 8)
-    say(job.open("gone#0", (3, 5)), 9)
     job.snapshot()
     job.close()
     opened_as(monkeypatch, store)
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write('{"id": "b", "prompt_token_ids": [5]}\n')
     planned = _document(capsys, 0, "plan", "s", "--config", str(config))
-    assert planned["totals"]["not_begun"] == 1 and planned["totals"]["reuse"] == 2
+    assert planned["totals"]["not_begun"] == 1 and planned["totals"]["reuse"] == 1
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt_token_ids": [3, 4, 5]}\n')
     document = _document(capsys, 15, "explain", str(config))
     assert document["config"] == str(config), "a store that was found by its job's file is compared with that"
     assert {f["effect"] for f in document["fields"] if f["kind"] == "must"} == {"none"}
-    assert document["prompts"] == {"same": 0, "changed": ["a#0"], "missing": ["gone#0"]}
+    assert document["prompts"]["changed"] == ["a#0"] and document["prompts"]["missing"] == []
     ran = run_once(capsys, "plan", "s", "--config", str(tmp_path / "none.yaml"))
     assert ran.code == 2 and "none.yaml" in ran.err
 

@@ -95,6 +95,7 @@ def test_a_slot_says_what_the_document_says() -> None:
         "states",
         "counts",
         "bytes_written",
+        "flushed",
     }
     assert body["counts"] == {
         "calls": 1,

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefix_recovery import changes
 from prefix_recovery.engine_requests import Requests
 from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import BadLine, Sample
@@ -27,7 +28,7 @@ from prefix_recovery.rows import make_row, text_of
 from prefix_recovery.tally import Tally
 from recovery.calls import LiveCall
 from recovery.config import JobConfig
-from recovery.errors import Damaged, FingerprintMismatch, InputError, Stop
+from recovery.errors import Damaged, InputError, Stop
 from recovery.ledger import Entry
 from recovery.model import FINISH_REASONS, PolicyVersion, Request
 from vllm_hooks import RecoverableEngine, RecoverySession, surface
@@ -96,31 +97,20 @@ class Dispatch:
         self._session.source_digests = {
             name: self._requests.source_digest(sample.prompt) for name, sample in self._samples.items()
         }
+        entries = self._session.stored.entries()
+        found = changes.compared(entries, self._session.source_digests)
+        changes.refuse_changed(found, self._samples, self._requests, self._asked)
         ended: dict[str, Entry] = {}
         begun: set[str] = set()
-        for entry in self._session.stored.entries():
-            if entry.ended is None and not entry.n_tokens:
-                continue  # nothing of it was saved: a line that was refused may be mended or removed
+        for entry in entries:
             name = entry.identity.rollout
-            sample = self._samples.get(name)
-            if sample is None and entry.ended is None:
-                raise FingerprintMismatch(
-                    f"the store holds an unfinished call {name!r} that the prompts file no longer asks for",
-                    hint="put the line back, or give the changed job a store of its own",
-                )
-            if sample is None:
+            if name not in self._samples or (entry.ended is None and not entry.n_tokens):
                 continue
-            if entry.identity.source_digest != self._session.source_digests[name]:
-                raise FingerprintMismatch(
-                    f"prompt {sample.prompt.id!r} (line {sample.prompt.line}) or the job's sampling was changed since "
-                    f"the store was made",
-                    hint="undo the change, or give the changed job a store and an output of its own",
-                )
             if self._tally is not None:
                 self._tally.started(self._numbers[name], entry.n_tokens, ended=entry.ended is not None)
             if entry.ended is not None:
                 ended[name] = entry
-            elif entry.n_tokens:
+            else:
                 begun.add(name)
         lost = self._deliver_ended([e for name, e in ended.items() if self._key(name) not in self._results.done])
         todo = [
@@ -129,6 +119,12 @@ class Dispatch:
             if (name not in ended or name in lost) and self._key(name) not in self._results.done
         ]
         return [s for s in todo if s.name in begun] + [s for s in todo if s.name not in begun]
+
+    def _asked(self, entry: Entry) -> Request | None:
+        try:
+            return self._session.stored.read([entry.call_id])[entry.call_id].request
+        except Damaged:
+            return None
 
     def _key(self, name: str) -> tuple[str, int]:
         sample = self._samples[name]

@@ -34,8 +34,8 @@ def run_doctor(config_path: str | None, overrides: Sequence[str] = ()) -> int:
     worst = 0
     for finding in _findings(config_path, overrides):
         console.print(f"{finding.level:<5} {printable_lines(finding.what)}", markup=False, soft_wrap=True)
-        if finding.todo:
-            console.print(f"      {printable_lines(finding.todo)}", markup=False, soft_wrap=True)
+        for line in finding.todo.splitlines():
+            console.print(f"      {printable_lines(line)}", markup=False, soft_wrap=True)
         worst = max(worst, int(finding.level == "fail"))
     return worst
 

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import difflib
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -63,6 +64,9 @@ def set_environment() -> None:
     """What vLLM reads at import. Call before the first import of vllm in this process."""
     for name, value in {**ENVIRONMENT, **(CPU_ENVIRONMENT if is_cpu_build() else {})}.items():
         os.environ.setdefault(name, value)
+    level = os.environ["VLLM_LOGGING_LEVEL"].upper()
+    if level in logging.getLevelNamesMapping():  # vLLM warns while it is imported, before it has set its own level
+        logging.getLogger("vllm").setLevel(level)
 
 
 class Engine:

@@ -16,8 +16,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefix_recovery.prompts import Prompt
-from recovery.errors import InputError
+from recovery.errors import ConfigError, InputError
 from vllm_hooks import surface
+
+_SAMPLING = "see vLLM's SamplingParams for the fields"
+
+
+def check_sampling(sampling: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a job's `sampling` that vLLM does not take."""
+    try:
+        surface.sampling_params(sampling)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"sampling: {error}", hint=_SAMPLING) from error
 
 
 class Requests:
@@ -46,15 +56,7 @@ class Requests:
 
         A seed is that of the first sample; the others count on from it, as those of one request with `n` do in vLLM.
         """
-        from vllm.sampling_params import RequestOutputKind
-
-        try:
-            params = surface.sampling_params(self._fields(prompt))
-        except (TypeError, ValueError) as error:
-            raise InputError(f"sampling: {error}", hint="see vLLM's SamplingParams for the fields") from error
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        if params.seed is not None:
-            params.seed += index
+        params = self._params(prompt, index)
         ids = self.token_ids(prompt)
         if self._tokenizer is None and (largest := max(ids)) >= self._vocabulary:
             # vLLM leaves this check to the tokenizer, and an engine without one dies of such an id.
@@ -62,6 +64,22 @@ class Requests:
                 f"token id {largest} is out of vocabulary ({self._vocabulary} tokens)", hint="mend the line, run again"
             )
         return surface.token_prompt(ids), params
+
+    def _params(self, prompt: Prompt, index: int) -> Any:
+        from vllm.sampling_params import RequestOutputKind
+
+        try:
+            params = surface.sampling_params(self._fields(prompt))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"sampling: {error}", hint=_SAMPLING) from error
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        if params.seed is not None:
+            params.seed += index
+        return params
+
+    def sampling_of(self, prompt: Prompt, index: int = 0) -> dict[str, Any]:
+        """The sampling of a sample as it is stored with its call. Raises InputError for what cannot be one."""
+        return surface.sampling_fields(self._params(prompt, index))
 
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Its ids, as the model sees them."""

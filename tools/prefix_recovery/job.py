@@ -24,18 +24,20 @@ from typing import Any
 from prefix_recovery import saving
 from prefix_recovery.dispatch import Dispatch, Outcome, first_stop
 from prefix_recovery.engine import Engine, set_environment
-from prefix_recovery.job_here import job_fields
+from prefix_recovery.engine_requests import check_sampling
+from prefix_recovery.job_here import job_fields, job_of
 from prefix_recovery.metrics_server import MetricsServer
 from prefix_recovery.output_lock import OutputLock
 from prefix_recovery.processes import descendants
 from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import BadLine, PromptFile, Sample, read_prompts
 from prefix_recovery.results import Results, write_errors
+from prefix_recovery.stored_job import check_stored
 from prefix_recovery.tally import Tally
 from prefix_recovery.waiting import Notices
 from recovery.config import JobConfig, effective_mode
 from recovery.coordinator import Attempt
-from recovery.errors import ConfigError, EngineDead
+from recovery.errors import EngineDead
 from recovery.protocol import Verdict
 from storage_backends import open_store
 from vllm_hooks import RecoverySession, surface
@@ -161,14 +163,12 @@ class _Run:
 
     def _check_early(self) -> None:
         """What would end the run after the engine's start, told before it."""
+        set_environment()
+        check_sampling(self._config.sampling)
         block = self._config.rollout_checkpointing
         if effective_mode(block) != "off" and block.store is not None:
-            open_store(block.store, create=True, **block.store_options.given())
-        set_environment()
-        try:
-            surface.sampling_params(self._config.sampling)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"sampling: {error}", hint="see vLLM's SamplingParams for the fields") from error
+            store = open_store(block.store, create=True, **block.store_options.given())
+            check_stored(store, block.restore, lambda: job_of(self._config, self._file))
 
     async def _open_session(self, llm: Any, progress: Progress) -> RecoverySession:
         with progress.restoring() as reading:

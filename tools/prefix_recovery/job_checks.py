@@ -14,23 +14,30 @@ import itertools
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
-from prefix_recovery.prompts import read_prompts
+from prefix_recovery.engine import Unstarted
+from prefix_recovery.engine_requests import Requests, check_sampling
+from prefix_recovery.job_here import job_of
+from prefix_recovery.prompts import BadLine, read_prompts
+from prefix_recovery.stored_job import check_stored
 from recovery.claims import latest_claims
 from recovery.config import JobConfig, effective_mode
-from recovery.errors import NoStore, RecoveryError
+from recovery.errors import InputError, NoStore, RecoveryError
 from recovery.log import Slot
-from recovery.log_reading import find_tail
+from recovery.log_reading import Read, find_tail, walk_back
 from recovery.ports import ObjectStore
 from recovery.snapshots import FORMAT_KEY, check_root
+from snapshot_inspect.texts import count_text
 from storage_backends import open_store
 from storage_backends.posix import translate
 
 CLAIMS_SHOWN = 4
+LINES_SHOWN = 8
 TIGHT_BYTES = 64 << 20
 """Less room than this is worth a word."""
 
@@ -45,7 +52,7 @@ class Finding:
 
 
 def check_job(config: JobConfig) -> Iterator[Finding]:
-    for check in (_model, _prompts, _output, _store):
+    for check in (_model, _prompts, _engine, _output, _store):
         yield from _guarded(check, config)
 
 
@@ -72,12 +79,34 @@ def _model(config: JobConfig) -> Iterator[Finding]:
 
 def _prompts(config: JobConfig) -> Iterator[Finding]:
     file = read_prompts(config.prompts)
+    if file.prompts:
+        yield Finding("ok", f"{count_text(len(file.prompts), 'prompt')} in {config.prompts}")
     if file.bad:
-        first = file.bad[0]
-        what = f"{len(file.bad)} malformed lines in {config.prompts}"
-        yield Finding("warn", what, f"line {first.line}: {first.error}")
-    else:
-        yield Finding("ok", f"{len(file.prompts)} prompts in {config.prompts}")
+        yield _lines(f"{count_text(len(file.bad), 'line')} of {config.prompts} will have no result", file.bad)
+
+
+def _lines(what: str, bad: Sequence[BadLine]) -> Finding:
+    shown = [f"line {line.line}: {line.error}" for line in bad[:LINES_SHOWN]]
+    more = [f"and {len(bad) - LINES_SHOWN} more"] if len(bad) > LINES_SHOWN else []
+    return Finding("warn", what, "\n".join([*shown, *more]))
+
+
+def _engine(config: JobConfig) -> Iterator[Finding]:
+    """What vLLM says of the configuration before an engine starts. Imports it, which takes seconds."""
+    if find_spec("vllm") is None:
+        return  # doctor.py has said so
+    engine = Unstarted(config.model, config.engine)
+    check_sampling(config.sampling)
+    yield Finding("ok", "vLLM takes `model`, `engine` and `sampling`")
+    requests, bad = Requests(engine, config.sampling), list[BadLine]()
+    for prompt in read_prompts(config.prompts).prompts:
+        if prompt.sampling:
+            try:
+                requests.sampling_of(prompt)
+            except InputError as error:
+                bad.append(BadLine(prompt.line, prompt.id, error.message))
+    if bad:
+        yield _lines(f"the sampling of {count_text(len(bad), 'line')} is refused, and it will have no result", bad)
 
 
 def _output(config: JobConfig) -> Iterator[Finding]:
@@ -127,7 +156,7 @@ def _store(config: JobConfig) -> Iterator[Finding]:
         return
     if warning := block.store_options.warning(block.store):
         yield Finding("warn", warning, "make sure that nothing starts a second run")
-    yield from _bucket(config) if block.store.lower().startswith("s3:") else _folder(block.store)
+    yield from _bucket(config) if block.store.lower().startswith("s3:") else _folder(block.store, config)
 
 
 def _bucket(config: JobConfig) -> Iterator[Finding]:
@@ -139,10 +168,10 @@ def _bucket(config: JobConfig) -> Iterator[Finding]:
         key = f"probe/{secrets.token_hex(16)}"
         store.put(key, b"")
         store.delete(key)
-    yield from _contents(store, block.store)
+    yield from _contents(store, block.store, config)
 
 
-def _folder(address: str) -> Iterator[Finding]:
+def _folder(address: str, config: JobConfig) -> Iterator[Finding]:
     try:
         store = open_store(address)
     except NoStore:
@@ -160,14 +189,14 @@ def _folder(address: str) -> Iterator[Finding]:
     problem = _cannot_hold(root)
     if problem is not None:
         yield Finding("fail", f"the store {address} can be read but not written: {problem[0]}", problem[1])
-    yield from _contents(store, address)
+    yield from _contents(store, address, config)
     if not (root / FORMAT_KEY).exists() and any(root.iterdir()):
         what = f"{root} holds other files and no store; a run would make one among them"
         yield Finding("warn", what, "name a folder of its own")
     yield from _room(root, "the store's disk")
 
 
-def _contents(store: ObjectStore, address: str) -> Iterator[Finding]:
+def _contents(store: ObjectStore, address: str, config: JobConfig) -> Iterator[Finding]:
     try:
         check_root(store)
     except NoStore:
@@ -177,9 +206,37 @@ def _contents(store: ObjectStore, address: str) -> Iterator[Finding]:
     yield Finding("ok", f"store {address}, {tail} log entries; `snapshot-inspect latest` says more")
     claims = latest_claims(store, tail, CLAIMS_SHOWN)
     for holder in claims[:1]:
-        yield Finding("ok", f"epoch {holder.epoch} is held by {_claim(holder)}; the next run takes it over")
+        yield Finding("ok", _holder(holder, ended=_ended(store, tail)))
     for heir, old in itertools.pairwise(claims):
         yield Finding("ok", f"fenced: {_claim(old)}, of epoch {old.epoch}, by slot {heir.seq}")
+    yield from _same_job(store, config)
+
+
+def _same_job(store: ObjectStore, config: JobConfig) -> Iterator[Finding]:
+    """As a run compares it before it claims the store."""
+    if find_spec("vllm") is None:
+        yield Finding("warn", "whether the store belongs to this job was not compared: vLLM is not installed", "")
+        return
+    choice = config.rollout_checkpointing.restore
+    found = check_stored(store, choice, lambda: job_of(config, read_prompts(config.prompts)))
+    if found is not None:
+        calls = count_text(found.same, "stored call")
+        yield Finding("ok", f"the store belongs to this job; {calls} with the same prompt and sampling")
+
+
+def _ended(store: ObjectStore, tail: int) -> bool:
+    """Whether the newest snapshot is the last one of a process that stopped by itself."""
+    for read in walk_back(store, tail):
+        if isinstance(read, Read) and read.slot.kind in ("snapshot", "epoch"):
+            return read.slot.kind == "snapshot" and read.slot.body.get("cause") == "final"
+    return False
+
+
+def _holder(slot: Slot, *, ended: bool) -> str:
+    who = f"{_claim(slot)} (epoch {slot.epoch})"
+    if ended:
+        return f"the last run was {who}; it stopped by itself, and nobody uses the store now"
+    return f"the last to claim the store was {who}; whether it lives no store knows, and the next run fences it"
 
 
 def _claim(slot: Slot) -> str:

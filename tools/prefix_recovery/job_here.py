@@ -14,20 +14,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefix_recovery.engine import Unstarted
-from prefix_recovery.engine_requests import Requests
-from prefix_recovery.prompts import read_prompts
+from prefix_recovery.engine_requests import Requests, check_sampling
+from prefix_recovery.prompts import PromptFile, Sample, read_prompts
 from recovery.config import JobConfig, load_config
 from recovery.resume import StopRules
 
 
 @dataclass(frozen=True, slots=True)
 class JobHere:
-    """`source_digests`: of every sample, by its name in the store."""
+    """`samples` and `source_digests`: of every sample, by its name in the store."""
 
     must: Mapping[str, Any]
     recorded: Mapping[str, Any]
     stop: StopRules
+    samples: Mapping[str, Sample]
     source_digests: Mapping[str, str]
+    requests: Requests
 
 
 def job_fields(config: JobConfig) -> dict[str, Any]:
@@ -37,15 +39,20 @@ def job_fields(config: JobConfig) -> dict[str, Any]:
 
 def job_here(path: str) -> JobHere:
     """Reads the job file, the model's files and the prompts. Raises ConfigError."""
+    config = load_config(path)
+    return job_of(config, read_prompts(config.prompts))
+
+
+def job_of(config: JobConfig, prompts: PromptFile) -> JobHere:
+    """Reads the model's files. Raises ConfigError for a model, engine argument or sampling that vLLM does not take."""
     from vllm_hooks.fingerprint import engine_fields
     from vllm_hooks.start import rules_of
 
-    config = load_config(path)
-    prompts = read_prompts(config.prompts)
     engine = Unstarted(config.model, config.engine)
+    check_sampling(config.sampling)
     rules = rules_of(engine, config.rollout_checkpointing)
     must, recorded = engine_fields(engine, rules)
     requests = Requests(engine, config.sampling)
-    samples = prompts.samples(config.samples_per_prompt)
-    digests = {sample.name: requests.source_digest(sample.prompt) for sample in samples}
-    return JobHere({**must, **job_fields(config)}, recorded, rules, digests)
+    samples = {sample.name: sample for sample in prompts.samples(config.samples_per_prompt)}
+    digests = {name: requests.source_digest(sample.prompt) for name, sample in samples.items()}
+    return JobHere({**must, **job_fields(config)}, recorded, rules, samples, digests, requests)

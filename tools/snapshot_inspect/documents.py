@@ -27,6 +27,7 @@ from snapshot_inspect.newest import Adopted, Newest
 from snapshot_inspect.places import Place
 from snapshot_inspect.survey import Unreadable
 from snapshot_inspect.texts import utc_text
+from snapshot_inspect.unpublished import flushed_since
 from snapshot_inspect.verify import Verification
 
 Document = dict[str, Any]
@@ -174,12 +175,23 @@ def latest(place: Place, found: Newest, now: float) -> Document:
         "vouched": found.vouched,
         "problems": found.problems,
         "unchecked": list(_unchecked(found)),
+        "unpublished": unpublished(place, found),
         "adoption": None if found.adoption is None else adoption(found.adoption),
         "single_writer": single_writer,
         "pinned": pinned,
         "forgotten": sorted(found.forgotten),
         "notes": [note for note in notes if note],
     }
+
+
+def unpublished(place: Place, found: Newest) -> Document | None:
+    """What was flushed after the newest snapshot, by the names that are listed; None if that cannot be told."""
+    if found.forgotten:  # then a restore adopts nothing
+        return None
+    listed = flushed_since(place.store, found.snapshot.slot)
+    if listed is None:
+        return None
+    return {"segments": len(listed), "nbytes": sum(item.nbytes for item in listed)}
 
 
 def _unchecked(found: Newest) -> Iterator[str]:

@@ -10,20 +10,24 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from recovery.codec import canonical_json
-from recovery.ledger import Entry
+from recovery.ledger import Ledger
+from recovery.ports import SegmentCodec
 from recovery.snapshots import Snapshot
+from snapshot_inspect.calls import in_order
 from snapshot_inspect.documents import Document, job_record
 from snapshot_inspect.places import Place
 from snapshot_inspect.render import Screen
 from snapshot_inspect.texts import count_text
 
 if TYPE_CHECKING:
+    from prefix_recovery.changes import Compared, Difference
     from prefix_recovery.job_here import JobHere
 
 _MOST = 12
@@ -31,12 +35,17 @@ _MOST = 12
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What is known of this machine; `complete`: everything that decides is known."""
+    """What is known of this machine.
+
+    `complete`: everything that decides is known. `compared`: the stored calls with the prompts file, `told`: in what
+    those differ that were looked at.
+    """
 
     must: Mapping[str, Any]
     recorded: Mapping[str, Any]
     complete: bool
-    source_digests: Mapping[str, str] | None = None
+    compared: Compared | None = None
+    told: list[Difference] = field(default_factory=list)
 
 
 def machine_here() -> Here:
@@ -48,18 +57,32 @@ def machine_here() -> Here:
     return Here({}, machine_fields(), complete=False)
 
 
-def with_config(job: JobHere) -> Here:
-    return Here(job.must, job.recorded, complete=True, source_digests=job.source_digests)
+def with_config(job: JobHere, place: Place, codec: SegmentCodec, ledger: Ledger) -> Here:
+    """The job as it is here, compared with the calls of `ledger`."""
+    from prefix_recovery import changes, stored_job
+
+    found = changes.compared(in_order(ledger), job.source_digests)
+    told = [
+        difference
+        for entry in found.changed[: changes.DESCRIBED]
+        for difference in changes.differences(
+            entry,
+            stored_job.asked(place.store, codec, ledger, entry),
+            job.samples[entry.identity.rollout],
+            job.requests,
+        )
+    ]
+    return Here(job.must, job.recorded, complete=True, compared=found, told=told)
 
 
-def explain(place: Place, snapshot: Snapshot, entries: Iterable[Entry], here: Here, config: str | None) -> Document:
+def explain(place: Place, snapshot: Snapshot, here: Here, config: str | None) -> Document:
     record, notes = job_record(place.store, snapshot)
     stored = record or {"must": {}, "recorded": {}}
     fields = [
         *_fields("must", stored["must"], here.must, here.complete),
         *_fields("recorded", stored["recorded"], here.recorded, here.complete),
     ]
-    prompts = None if here.source_digests is None else _prompts(entries, here.source_digests)
+    prompts = None if here.compared is None else _prompts(here.compared, here.told)
     if record is None and not notes:
         notes = [f"snapshot {snapshot.id} has no record of its job: there is nothing to compare"]
     notes += participants_note(snapshot)
@@ -114,21 +137,14 @@ def _fields(kind: str, stored: Mapping[str, Any], here: Mapping[str, Any], compl
     return rows
 
 
-def _prompts(entries: Iterable[Entry], digests: Mapping[str, str]) -> Document:
-    """As a run compares them: a call of which nothing was saved may have another line by now."""
-    same, changed, missing = 0, [], []
-    for entry in entries:
-        name = entry.identity.rollout
-        if entry.ended is None and not entry.n_tokens:
-            continue
-        if name not in digests:
-            if entry.ended is None:
-                missing.append(name)
-        elif digests[name] == entry.identity.source_digest:
-            same += 1
-        else:
-            changed.append(name)
-    return {"same": same, "changed": changed, "missing": missing}
+def _prompts(compared: Compared, told: list[Difference]) -> Document:
+    """As a run compares them."""
+    return {
+        "same": compared.same,
+        "changed": [entry.identity.rollout for entry in compared.changed],
+        "missing": compared.missing,
+        "differences": [dataclasses.asdict(one) for one in told],
+    }
 
 
 def _restorable(fields: list[Document], has_record: bool, prompts: Document | None) -> bool | None:
@@ -171,6 +187,7 @@ def shown(screen: Screen, document: Document) -> None:
     if (prompts := document["prompts"]) is not None:
         facts.append(("prompts", f"{count_text(prompts['same'], 'stored call')} with the same line"))
         facts += _named("changed", prompts["changed"]) + _named("not asked for", prompts["missing"])
+        facts += [("what", line) for line in _told(prompts["differences"])]
     facts += [("resumes claim", _GRADES[document["grade"]])]
     facts += [("note", note) for note in document["notes"]]
     screen.facts(facts)
@@ -182,6 +199,15 @@ def shown(screen: Screen, document: Document) -> None:
             screen.line("it cannot be restored here", "bold red")
         case None:
             screen.line("what decides was not compared; name the job file: --config FILE", "bold yellow")
+
+
+def _told(differences: list[Document]) -> list[str]:
+    from prefix_recovery import changes
+
+    calls: dict[str, list[changes.Difference]] = {}
+    for stated in differences:
+        calls.setdefault(stated["rollout"], []).append(changes.Difference(**stated))
+    return [f"{changes.sentence(told)}; {changes.remedy(told)}" for told in calls.values()]
 
 
 def _value(value: Any) -> str:

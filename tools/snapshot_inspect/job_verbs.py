@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from functools import partial
 
 from recovery.errors import ConfigError, Damaged, FingerprintMismatch
-from recovery.ledger import Entry
 from snapshot_inspect import calls, diff, doctor, explain, holds, page, plan, report, stats
 from snapshot_inspect.places import Place, is_config, ledger_codec, naming, open_place, segment_codec
 from snapshot_inspect.survey import Choice, choose, position
@@ -26,14 +26,14 @@ def explain_(args: Namespace, now: float) -> Answer:
     place = open_place(args.store)
     choice = choose(place.store, position(place.store), args.id)
     snapshot = choice.snapshot
-    here, entries = explain.machine_here(), list[Entry]()
+    here = explain.machine_here()
     config = _config(args)
     if config is not None:
         from prefix_recovery.job_here import job_here
 
-        here = explain.with_config(job_here(config))
-        entries = calls.in_order(calls.read_ledger(place.store, ledger_codec(), snapshot))
-    document = explain.explain(place, snapshot, entries, here, config)
+        ledger = calls.read_ledger(place.store, ledger_codec(), snapshot)
+        here = explain.with_config(job_here(config), place, segment_codec(), ledger)
+    document = explain.explain(place, snapshot, here, config)
     code = FingerprintMismatch.exit_code if document["restorable"] is False else 0
     return Answer(code, [document], lambda screen: explain.shown(screen, document), notes_of(choice))
 
@@ -47,9 +47,11 @@ def plan_(args: Namespace, now: float) -> Answer:
         job = plan.own_job(place, tail)
     else:
         from prefix_recovery.job_here import job_here
+        from prefix_recovery.stored_job import refuse_changed
 
         here = job_here(config)
-        job = plan.Job(here.must, here.stop, list(here.source_digests))
+        refuse = partial(refuse_changed, place.store, segment_codec(), here=here)
+        job = plan.Job(here.must, here.stop, here.samples, refuse)
     document = plan.plan(place, (segment_codec(), ledger_codec()), tail, choice, job, config)
     code = Damaged.exit_code if document["passed_over"] else 0
     return Answer(code, [document], lambda screen: plan.shown(screen, document))

@@ -26,7 +26,7 @@ from recovery.model import CallId, ChunkRef, Identity, RecordRef, SegmentInfo
 from recovery.ports import LedgerCodec, ObjectStore
 from recovery.snapshots import LedgerObject, ObjectRef, Snapshot, parent_of, read_ledger_object
 from snapshot_inspect.findings import INCONSISTENT, Problem
-from snapshot_inspect.statements import contradictions
+from snapshot_inspect.statements import contradictions, flushed_problem
 
 
 class Replay(Ledger):
@@ -172,6 +172,8 @@ class Lineages:
                 for snapshot in standing:
                     said = contradictions(snapshot, replay.counts(), item.header["depth"])
                     yield from ((snapshot, wrong) for wrong in (*said, *_too_few(item, replay)))
+                    if (other := flushed_problem(snapshot, item.header.get("flushed", {}))) is not None:
+                        yield snapshot, other
                 if standing:
                     self._note(replay, fresh)
                     fresh.clear()

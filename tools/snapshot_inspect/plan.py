@@ -11,13 +11,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from recovery import resume
 from recovery.errors import Damaged
-from recovery.ledger import Entry
+from recovery.ledger import Entry, Ledger
 from recovery.log_reading import Read, walk_back
 from recovery.model import ENDED, OPEN
 from recovery.reading import Transcript, read_transcripts
@@ -43,11 +43,13 @@ _NO_CONFIG = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """For whom a restore is planned. `samples`: the names of the prompts' samples, None if they are not known."""
+    """For whom a restore is planned. `samples`: the names of the prompts' samples, None if they are not known;
+    `refuse_changed`: raises FingerprintMismatch for a ledger whose calls are not what the job asks for now."""
 
     must: Mapping[str, Any]
     stop: StopRules
     samples: Collection[str] | None = None
+    refuse_changed: Callable[[Ledger], object] = id
 
 
 def own_job(place: Place, tail: int) -> Job:
@@ -76,6 +78,7 @@ def plan(place: Place, codecs: Codecs, tail: int, choice: Choice, job: Job, conf
         raise nothing_published(place.store)
     adopted, transcripts = _adopt(place, codecs, chosen, choice)
     ledger = chosen.loaded.ledger
+    job.refuse_changed(ledger)
     calls = [_call(entry, transcripts[entry.call_id], job.stop) for entry in in_order(ledger) if entry.state == OPEN]
     known = {entry.identity.rollout for entry in ledger}
     not_begun = None if job.samples is None else len(set(job.samples) - known)

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from recovery.codec import fingerprint
@@ -37,6 +37,16 @@ def contradictions(snapshot: Snapshot, counts: Counts, depth: int) -> Iterator[P
             yield Problem(key, INCONSISTENT, f"{key} {says}; its ledger {snapshot.ledger.key} has {value}")
 
 
+def flushed_problem(snapshot: Snapshot, flushed: Mapping[str, int]) -> Problem | None:
+    """Where the log entry accounts for other flushes than the ledger that it names."""
+    stated = snapshot.slot.body.get("flushed")
+    if stated is None or stated == flushed:
+        return None
+    key = slot_key(snapshot.id)
+    message = f"{key} accounts for other flushes ({stated!r:.60}) than its ledger {snapshot.ledger.key}"
+    return Problem(key, INCONSISTENT, message)
+
+
 def job_problem(snapshot: Snapshot, key: str, data: bytes) -> Problem | None:
     """What is wrong with the compatibility record, of which the log entry has the fingerprint."""
     try:
@@ -53,6 +63,8 @@ def contradicted(loaded: Loaded) -> list[str]:
     """What a snapshot that was read says wrongly of itself. A restore does not look at that."""
     snapshot, job = loaded.snapshot, loaded.states.get("job")
     problems = list(contradictions(snapshot, loaded.ledger.counts(), len(loaded.objects) - 1))
+    if (wrong := flushed_problem(snapshot, loaded.flushed)) is not None:
+        problems.append(wrong)
     if job is not None and (wrong := job_problem(snapshot, snapshot.states["job"].key, job)) is not None:
         problems.append(wrong)
     return [problem.message for problem in problems]

@@ -87,6 +87,8 @@ def latest(screen: Screen, document: Document) -> None:
     facts = _snapshot_facts(document)
     if document["forgotten"]:
         facts.append(("forgotten", f"{_ids(document['forgotten'])}, and what was flushed after this snapshot"))
+    if (since := document["unpublished"]) and since["segments"]:
+        facts.append(("since then", _since(since, checked=document["checked"])))
     if document["newer"]:
         facts.append(("newer slots", ", ".join(f"{slot['seq']} {slot['kind']}" for slot in document["newer"][:_MOST])))
     if document["checked"]:
@@ -100,6 +102,11 @@ def latest(screen: Screen, document: Document) -> None:
     facts += [("passed over", f"{item['what']}: {item['reason']}") for item in document["passed_over"]]
     facts += [("problem", problem) for problem in document["problems"]]
     screen.facts(facts)
+
+
+def _since(since: Document, *, checked: bool) -> str:
+    what = f"{count_text(since['segments'], 'segment')} ({_size(since['nbytes'])}) flushed and not yet published"
+    return what if checked else f"{what}; a restore takes over what fits (--check counts its tokens)"
 
 
 def _snapshot_facts(document: Document) -> list[Fact]:

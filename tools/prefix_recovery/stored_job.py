@@ -1,0 +1,89 @@
+"""Whether a run would be refused by what its store holds: asked before anything is claimed and any engine starts.
+
+Owns: which snapshot is looked at, and the order of the checks.
+Does not know: what a difference is (changes.py, vllm_hooks.opening), the engine.
+
+Invariants:
+1. Nothing is claimed and nothing is written.
+2. Whatever is refused here, the run would refuse later, in the same words. What is damaged is left to the restore,
+   which knows what to pass over.
+3. A store in which nothing was published costs a look at its log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prefix_recovery import changes
+from prefix_recovery.job_here import JobHere
+from recovery.codec import fingerprint
+from recovery.errors import Damaged, FormatNotUnderstood, NoStore
+from recovery.ledger import Entry, Ledger
+from recovery.log import forgotten_by
+from recovery.log_reading import Read, find_tail, walk_back
+from recovery.model import Request
+from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
+from recovery.reading import read_transcripts
+from recovery.restore import Choice
+from recovery.snapshots import Loaded, Snapshot, check_root, load
+from snapshot_inspect.newest import would_adopt
+from snapshot_inspect.places import ledger_codec, segment_codec
+from vllm_hooks.opening import refuse_foreign
+
+
+def check_stored(store: ObjectStore, choice: Choice, job: Callable[[], JobHere]) -> changes.Compared | None:
+    """Raise what a run of `job` would be refused with; None if there is nothing to compare with.
+
+    `job` is asked for only if there is: to find out what a job is takes a second or more.
+    """
+    if choice == "never":
+        return None
+    try:
+        check_root(store)
+    except NoStore:
+        return None
+    tail, ledgers, segments = find_tail(store), ledger_codec(), segment_codec()
+    if not any(isinstance(read, Read) and read.slot.kind == "snapshot" for read in walk_back(store, tail)):
+        return None
+    here = job()
+    refuse_foreign(store, ledgers, here.must, choice)
+    loaded = _taken(store, ledgers, tail, choice, fingerprint(here.must))
+    if loaded is None:
+        return None
+    if not isinstance(choice, int):
+        epoch, flushed = loaded.snapshot.slot.epoch, loaded.flushed
+        would_adopt(store, segments, loaded.ledger, epoch=epoch, flushed=flushed, collected=())
+    return refuse_changed(store, segments, loaded.ledger, here)
+
+
+def refuse_changed(store: ObjectStore, segments: SegmentCodec, ledger: Ledger, here: JobHere) -> changes.Compared:
+    """Raise FingerprintMismatch if a call of `ledger` is not what the job asks for now."""
+    found = changes.compared(ledger, here.source_digests)
+    changes.refuse_changed(found, here.samples, here.requests, lambda entry: asked(store, segments, ledger, entry))
+    return found
+
+
+def asked(store: ObjectStore, segments: SegmentCodec, ledger: Ledger, entry: Entry) -> Request | None:
+    """What a stored call was asked; None if that cannot be read."""
+    try:
+        return read_transcripts(store, segments, ledger, [entry], columns=False)[entry.call_id].request
+    except (Damaged, FormatNotUnderstood):
+        return None
+
+
+def _taken(store: ObjectStore, ledgers: LedgerCodec, tail: int, choice: Choice, job: str) -> Loaded | None:
+    """The newest snapshot of this job whose ledger can be read, or the one that was named."""
+    forgotten: set[int] = set()
+    for read in walk_back(store, tail):
+        if not isinstance(read, Read):
+            continue
+        try:
+            if read.slot.kind == "forget":
+                forgotten |= forgotten_by(read.slot)
+            elif read.slot.kind == "snapshot" and read.slot.seq not in forgotten:
+                wanted = read.slot.seq == choice if isinstance(choice, int) else True
+                if wanted and read.slot.body.get("fingerprint") == job:
+                    return load(store, ledgers, Snapshot.from_slot(read.slot))
+        except (Damaged, FormatNotUnderstood):
+            continue
+    return None
