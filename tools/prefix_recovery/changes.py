@@ -120,7 +120,7 @@ def refuse_changed(
         name, more = found.missing[0], len(found.missing) - 1
         others = f" (and {more} more)" if more else ""
         raise FingerprintMismatch(
-            f"the store holds an unfinished call {name!r}{others} that the prompts file no longer asks for",
+            f"the store holds an unfinished call {name!r} that the prompts file no longer asks for{others}",
             hint=f"put the line with id {name.rpartition('#')[0]!r} back, or {_ELSE}",
         )
 
