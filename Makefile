@@ -6,13 +6,14 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 KILLS ?= 50
 RACES ?= 100
 SCHEDULES ?= 10000
+RL_KILLS ?= 10
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-deps --no-compile -qq
 LOCK := requirements/cpu.txt requirements/torch.txt
-SOURCES := recovery storage_backends vllm_hooks tools tests requirements
+SOURCES := recovery storage_backends vllm_hooks tools tests examples requirements
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -43,8 +44,8 @@ format: $(VENV)/ready  ## let ruff mend what it can
 browser:  ## install Chromium for the tests of the report page, where there is none (Debian, as root)
 	.ci/browser
 
-soak: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol, kill the real job KILLS=50 times, race coordinators RACES=100 times (0: leave out)
-	$(BIN)/python -m tests.soak --schedules $(SCHEDULES) --kills $(KILLS) --races $(RACES) $(ARGS)
+soak: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol, kill the real job KILLS=50 times, race coordinators RACES=100 times, kill the trainer RL_KILLS=10 times (0: leave out)
+	$(BIN)/python -m tests.soak --schedules $(SCHEDULES) --kills $(KILLS) --races $(RACES) --rl-kills $(RL_KILLS) $(ARGS)
 
 bench-store: $(VENV)/ready  ## measure the store: cost, size, restore, today's ways (12 minutes; ARGS=--quick: seconds)
 	$(BIN)/python -m bench store $(ARGS)

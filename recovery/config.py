@@ -29,6 +29,7 @@ from recovery.errors import ConfigError
 Tree = dict[str, Any]
 Mode = Literal["off", "turn", "prefix_recovery"]
 Policy = Literal["reject", "requeue_pristine", "resume_mixed", "resume_masked", "pin_weights", "wait_not_drop"]
+Granularity = Literal["prompt_group", "sibling"]
 Text = Annotated[str, Meta(min_length=1)]
 Whole = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -138,6 +139,9 @@ class RolloutConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     max_policy_version_lag: Annotated[Whole | None, Meta(description="Largest lag; null: any.")] = None
     on_stale: Annotated[Policy, Meta(description="What becomes of a staler group.")] = "requeue_pristine"
+    stale_granularity: Annotated[
+        Granularity, Meta(description="A stale sample costs its group, or is left out of training alone.")
+    ] = "prompt_group"
     max_executing_groups: Annotated[Positive, Meta(description="Groups generated at a time (E).")] = 4
     completed_prefetch_groups: Annotated[Positive, Meta(description="Slots for finished ones (P).")] = 8
     staleness_headroom: Annotated[Whole, Meta(description="Lag expected to grow by in a resumed suffix.")] = 0

@@ -45,6 +45,7 @@ UNSUPPORTED = (
 NOT_OF_A_BATCH_JOB = (
     Unsupported("rollout.max_policy_version_lag", None, _NO_UPDATES),
     Unsupported("rollout.on_stale", None, _NO_UPDATES),
+    Unsupported("rollout.stale_granularity", None, _NO_UPDATES),
     Unsupported("rollout.max_executing_groups", None, _NO_UPDATES),
     Unsupported("rollout.completed_prefetch_groups", None, _NO_UPDATES),
     Unsupported("rollout.staleness_headroom", None, _NO_UPDATES),

@@ -11,6 +11,7 @@ lost or doubled differs from its reference.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from typing import Any
 
 from recovery import resume
 from recovery.admission.leases import Lease
-from recovery.admission.limits import Exhausted
 from recovery.admission.participant import NotCovered
 from recovery.admission.prefixes import Prefix
 from recovery.admission.replay import ReplaySource
@@ -27,6 +27,7 @@ from recovery.admission.rollout import FullyAsyncRollout
 from recovery.admission.rows import IterableRows
 from recovery.admission.samples import Sample
 from recovery.admission.state import check_fits
+from recovery.admission.training import train_all
 from recovery.config import RolloutConfig
 from recovery.model import PolicyVersion
 from recovery.participants import Participants
@@ -111,6 +112,8 @@ class JobLife:
         self.life.fleet.participants = participants  # type: ignore[attr-defined]
         self.back = {call.entry.identity.rollout: call for call in self.life.restored.calls}
         self.serving = PolicyVersion()
+        self.newest = 0
+        self.trained: list[tuple[str, int, tuple[int, ...]]] = []
         self.rollout = FullyAsyncRollout(
             ReplaySource(IterableRows(job.rows), samples_per_prompt=job.samples),
             [self, self],
@@ -215,43 +218,37 @@ class JobLife:
             else:
                 self.snapshot()
 
-    async def train(self) -> None:
-        trained = list(self.job.trainer.trained)
-        while True:
-            got = await self.rollout.next_batch()
-            if isinstance(got, Exhausted):
-                break
-            assert isinstance(got, Lease)
-            self.rollout.commit(got)
-            await asyncio.sleep(1)
-            trained += [(s.row_id, s.sample_index, tuple(s.token_ids)) for group in got.groups for s in group]
-            await self.rollout.updates.update(self.push)
-            await self.checkpoint(got.rollout, trained)
-        assert Counter(trained) == self.job.expected(), "every sample once, token for token"
-        self.job.mean_trained = sum(len(tokens) for _, _, tokens in trained) / len(trained)
+    async def train_everything(self) -> None:
+        self.trained = list(self.job.trainer.trained)
+        await train_all(self.rollout, self, want_snapshot=self.want_snapshot, save_every=self.rng.choice([1, 1, 2, 3]))
+        assert Counter(self.trained) == self.job.expected(), "every sample once, token for token"
+        self.job.mean_trained = sum(len(tokens) for _, _, tokens in self.trained) / len(self.trained)
 
-    async def push(self, target: PolicyVersion) -> None:
-        await asyncio.sleep(1)
-
-    async def checkpoint(self, rollout: int, trained: list[Any]) -> None:
-        if self.rng.random() < 0.3:
-            return
-        while self.rollout.participant.covered < rollout:
-            try:
-                self.rollout.checkpoint_saved(rollout)
+    def want_snapshot(self, cause: str) -> None:
+        if self.rollout.participant.covered < self.newest:
+            with contextlib.suppress(NotCovered):
+                self.rollout.checkpoint_saved(self.newest)
                 raise AssertionError("refused until a snapshot covers it")
-            except NotCovered:
-                pass
-            self.snapshot()
-            await asyncio.sleep(1)
-        trainer = self.job.trainer
-        trainer.rollout, trainer.version, trainer.trained = rollout, self.rollout.version.number, list(trained)
+        self.snapshot()
+
+    # ---- recovery.admission.training.Trainer -------------------------------------------------------------------
+
+    async def train(self, batch: Lease) -> None:
         await asyncio.sleep(1)
-        self.rollout.checkpoint_saved(rollout)
+        self.newest = batch.rollout
+        self.trained += [(s.row_id, s.sample_index, tuple(s.token_ids)) for group in batch.groups for s in group]
+
+    async def push(self, version: PolicyVersion) -> None:
+        await asyncio.sleep(1)
+
+    async def save(self, rollout: int, version: PolicyVersion) -> None:
+        trainer = self.job.trainer
+        trainer.rollout, trainer.version, trainer.trained = rollout, version.number, list(self.trained)
+        await asyncio.sleep(1)
 
     async def run(self, stop_s: float | None) -> bool:
         self.rollout.start()
-        trainer, snapshots = asyncio.ensure_future(self.train()), asyncio.ensure_future(self.snapshots())
+        trainer, snapshots = asyncio.ensure_future(self.train_everything()), asyncio.ensure_future(self.snapshots())
         try:
             done, _ = await asyncio.wait({trainer, snapshots}, timeout=stop_s, return_when="FIRST_COMPLETED")
             for one in done:

@@ -373,6 +373,7 @@ async def schedule(seed: object) -> None:
         completed_prefetch_groups=slots,
         max_policy_version_lag=rng.choice([None, 0, 1, 2]),
         on_stale=rng.choice(["requeue_pristine", "resume_mixed", "resume_masked", "wait_not_drop"]),
+        stale_granularity=rng.choice(["prompt_group", "sibling"]),
         max_pristine_requeues=rng.choice([0, 1, 3]),
         escalate_to=rng.choice(["wait_not_drop", "resume_masked"]),
         async_buffer_max_groups=rng.choice([None, None, slots]),

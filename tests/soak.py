@@ -1,4 +1,4 @@
-"""`python -m tests.soak --schedules N --kills N --races N`: the protocol, the job and racing coordinators, at random.
+"""`python -m tests.soak`: the protocol, the job, racing coordinators and the trainer of examples/rl, at random.
 
 Schedules: random schedules of the protocol's own code on stores in memory (schedules.py), one after another.
 
@@ -7,6 +7,8 @@ tokens, or at a random moment, which hits the start of the engine, the restore a
 and every row is compared with an uninterrupted run. Kills of the client alone come in between.
 
 Races: rounds of two coordinator processes of which one is stopped and woken (racing.py), on disk and on two S3 servers.
+
+RL kills: the example examples/rl is killed at random (rl_soak.py).
 
 Owns: when a kill comes, the figures, the exit code: 0 only if nothing was lost, doubled or different, and all of it was
 achieved.
@@ -36,6 +38,7 @@ from storage_backends.testing import servers
 from tests.job_files import FLUSH, lines, rows_of, write_job
 from tests.job_processes import JobProcess, run, running, wait_until
 from tests.racing import Place, race
+from tests.rl_soak import kill_trainers
 from tests.schedules import run_schedules
 
 KILLS_PER_JOB = 12
@@ -220,6 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50, help="of jobs; 0: none")
     parser.add_argument("--races", type=int, default=100, help="rounds of two coordinators; 0: none")
+    parser.add_argument("--rl-kills", type=int, default=10, help="of the trainer of examples/rl; 0: none")
     parser.add_argument("--schedules", type=int, default=10_000, help="of the protocol simulation; 0: none")
     parser.add_argument("--seed", type=int, default=None, help="default: random, printed")
     parser.add_argument("--seconds", type=float, default=None, help="stop each part after so long, with what was done")
@@ -233,6 +237,7 @@ def main() -> int:
         ("schedules", run_simulations, arguments.schedules),
         ("kills", kill_jobs, arguments.kills),
         ("races", race_coordinators, arguments.races),
+        ("rl", kill_trainers, arguments.rl_kills),
     )
     for name, part, n in parts:
         if n:

@@ -24,8 +24,9 @@ PACKAGES = {
     "prefix_recovery": ROOT / "tools" / "prefix_recovery",
     "snapshot_inspect": ROOT / "tools" / "snapshot_inspect",
     "bench": ROOT / "tools" / "bench",
+    "examples": ROOT / "examples",
 }
-TOOLS = {"prefix_recovery", "snapshot_inspect", "bench"}
+TOOLS = {"prefix_recovery", "snapshot_inspect", "bench", "examples"}
 LINES_MAX = 400
 BANNED = ("Manager", "Handler", "Helper", "Util", "Common")
 HEAVY = ("torch", "vllm", "pyarrow", "zarr", "fsspec", "ray", "s3fs", "google_crc32c")
@@ -43,8 +44,9 @@ EXTRA_IMPORTS = {"recovery.config": {"msgspec", "yaml"}, "recovery.config_forms"
 """What modules of the core may import besides the standard library and numpy."""
 
 
-DRIVERS = {f"recovery.admission.{name}" for name in ("changes", "generation", "rollout", "updates")}
-"""The asyncio edge of the core: FullyAsyncRollout, which drives the machines beside it. No machine imports one."""
+DRIVERS = {f"recovery.admission.{name}" for name in ("changes", "generation", "rollout", "training", "updates")}
+"""The asyncio edge of the core: FullyAsyncRollout, which drives the machines beside it, and a trainer's loop. No
+machine imports one."""
 
 
 def modules() -> Iterator[tuple[str, Path]]:

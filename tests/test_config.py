@@ -73,6 +73,7 @@ rollout_checkpointing:
 rollout:
   max_policy_version_lag: null
   on_stale: requeue_pristine
+  stale_granularity: prompt_group
   max_executing_groups: 4
   completed_prefetch_groups: 8
   staleness_headroom: 0
@@ -445,6 +446,7 @@ def test_what_is_not_supported_is_refused_by_name(row: Unsupported) -> None:
         "mode": "turn",
         "max_policy_version_lag": 3,
         "on_stale": "reject",
+        "stale_granularity": "sibling",
         "escalate_to": "reject",
     }
     name = row.path.rpartition(".")[2]
@@ -588,6 +590,7 @@ ROLLOUTS = st.builds(
     RolloutConfig,
     max_policy_version_lag=st.none() | st.integers(5, 9),
     on_stale=POLICIES,
+    stale_granularity=st.sampled_from(["prompt_group", "sibling"]),
     max_executing_groups=st.integers(1, 8),
     completed_prefetch_groups=st.integers(8, 99),
     staleness_headroom=st.integers(0, 5),

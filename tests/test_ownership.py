@@ -560,6 +560,44 @@ def test_resume_masked_trains_what_is_young_enough() -> None:
     assert got.groups[0][0].loss_mask == [0, 1, 1] and got.groups[0][0].version_spans[0] == (0, 1, "a", 0)
 
 
+@pytest.mark.parametrize("policy", ["requeue_pristine", "reject", "wait_not_drop"])
+def test_v17_a_stale_sibling_alone_is_withheld_and_its_reward_stays(policy: Any) -> None:
+    spans = [[(0, 1, "a", 0), (1, 2, "a", 3)], [(0, 2, "a", 3)]]
+
+    def at_3(granularity: Any, both_old: bool = False) -> tuple[Any, NaiveSource, Any]:
+        source = NaiveSource(1, n=2)
+        own = owner(source, batch=1, limit=1, policy=policy, granularity=granularity)
+        for _ in range(3):
+            update(own)
+        record = own.admit()
+        assert record is not None and record.execution is not None
+        made = copies(record.attempt.samples)
+        for one, found in zip(made, [spans[0]] * 2 if both_old else spans, strict=True):
+            one.token_ids, one.version_spans, one.reward = [1, 2], list(found), 0.5
+        own.complete(record.execution, made, 0)
+        return own, source, own.lease(1)
+
+    own, source, got = at_3("sibling")
+    assert isinstance(got, Lease) and source.stale == {}
+    assert [one.loss_mask for one in got.groups[0]] == [[0, 0], [1, 1]]
+    assert [one.reward for one in got.groups[0]] == [0.5, 0.5], "it counts in the baseline"
+    assert own.metrics._counts["rollout/fully_async/samples_withheld"] == 1
+    assert not own.metrics._counts["fully_async/count/stale_rejected"]
+    for case in (at_3("prompt_group"), at_3("sibling", both_old=True)):
+        assert isinstance(case[2], Waiting | Exhausted), "the group: none of it is trained on"
+
+
+def test_v17_a_cap_does_not_evict_as_stale_what_can_be_leased_in_part() -> None:
+    for granularity in ("prompt_group", "sibling"):
+        own = owner(NaiveSource(3, n=2), executing=1, cap=2, batch=2, limit=0, granularity=granularity)
+        run_one(own)
+        first = next(iter(own.finished)).record
+        update(own)
+        for one, number in zip(first.samples, (0, 1), strict=True):
+            one.token_ids, one.loss_mask, one.version_spans = [1], [1], [(0, 1, "a", number)]
+        assert own.ages.of(first)[0] is (granularity == "prompt_group")
+
+
 @pytest.mark.parametrize("limit, admitted", [(0, 2), (1, 4), (2, 6), (None, 6)])
 def test_where_every_group_is_waited_for_no_more_are_admitted_than_can_be_trained(limit: Any, admitted: int) -> None:
     """Batches of 2: within N updates come N + 1 batches, and no group has to be drawn again for age."""

@@ -25,6 +25,7 @@ from recovery.admission.rows import IterableRows
 from recovery.admission.samples import MalformedSample, Sample
 from recovery.admission.updates import DeadlinePassed, EnginesTorn
 from recovery.config import RolloutConfig
+from recovery.errors import ConfigError
 from recovery.model import PolicyVersion
 from tests import rollout_worlds, virtual_loop
 from tests.fakes import ManualClock, SeededEntropy
@@ -572,6 +573,43 @@ async def test_v12_v17_v18_a_prefix_that_is_too_old_sends_its_whole_group_to_a_n
     assert counted["rollout/fully_async/tokens_regenerated"] == 50
     assert counted["fully_async/count/stale_rejected"] == counted["fully_async/count/stale_requeued"] == 1
     await one.close()
+
+
+@on_virtual_time
+async def test_v17_siblings_of_a_stale_prefix_go_on_if_one_may() -> None:
+    old, young = (Prefix(30, frozenset({PolicyVersion("a", number)})) for number in (0, 3))
+    saved, engine = Saved(p0_0=old, p0_1=young, p1_0=old, p1_1=old), Engine()
+    one = rollout(2, samples=2, engines=[engine], prefixes=saved, max_policy_version_lag=2, stale_granularity="sibling")
+    for _ in range(3):
+        one.ownership.versions.begin(one.ownership.versions.next)
+        one.ownership.versions.succeed()
+    one.start()
+    for _ in range(2):
+        one.commit(await batch_of(one))
+    assert sorted(engine.ran) == ["p0/0", "p0/1", "p1/0.1", "p1/1.1"], "all siblings stale: drawn anew"
+    await one.close()
+
+
+@on_virtual_time
+async def test_pin_weights_sends_a_prefix_to_the_engine_that_stays_at_its_version() -> None:
+    def versioned(number: int) -> Prefix:
+        return Prefix(10, frozenset({PolicyVersion("a", number)}))
+
+    pinned, following = Engine(), Engine()
+    pinned.pinned = PolicyVersion("a", 1)  # type: ignore[attr-defined]
+    saved = Saved(p0_0=versioned(1), p1_0=versioned(2), p2_0=versioned(3))
+    one = rollout(4, engines=[pinned, following], prefixes=saved, on_stale="pin_weights", max_executing_groups=4)
+    for _ in range(3):
+        one.ownership.versions.begin(one.ownership.versions.next)
+        one.ownership.versions.succeed()
+    one.start()
+    for _ in range(4):
+        one.commit(await batch_of(one))
+    assert pinned.ran == ["p0/0"], "only what it alone can go on with"
+    assert sorted(following.ran) == ["p1/0.1", "p2/0", "p3/0"], "one of no engine's version is drawn anew"
+    await one.close()
+    with pytest.raises(ConfigError, match="follows the weight updates"):
+        rollout(1, engines=[pinned])
 
 
 @on_virtual_time

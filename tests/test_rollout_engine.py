@@ -20,10 +20,9 @@ from recovery.admission.samples import Sample
 from recovery.admission.state import check_fits
 from recovery.config import RolloutConfig
 from recovery.model import PolicyVersion
-from recovery.protocol import Verdict
 from tests.conftest import OnLoop
 from tests.engine_runs import ask as ask_bare
-from tests.engine_runs import block, greedy, open_session, prompts, take_snapshot
+from tests.engine_runs import block, greedy, open_session, prompts
 from vllm_hooks.opening import SystemClock, SystemEntropy
 from vllm_hooks.rollout_engine import RolloutEngine
 
@@ -99,9 +98,7 @@ def test_a_rollout_that_loses_its_process_twice_trains_every_sample_once(
                 if got.rollout == 1:
                     version = (await life.rollout.updates.update(push)).number
                     assert life.session.version == PolicyVersion(f"e{number + 1}", 1)
-                attempt = await take_snapshot(life.session)
-                assert attempt.verdict is Verdict.PUBLISHED, attempt
-                assert await life.rollout.wait_covered(got.rollout, timeout_s=100)
+                assert await life.rollout.prepare_checkpoint(got.rollout, life.session.want_snapshot, timeout_s=100)
                 at = got.rollout  # the trainer's checkpoint
                 life.rollout.checkpoint_saved(at)
                 if number < 2 and got.rollout % 2 == 0:

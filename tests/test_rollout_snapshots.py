@@ -20,9 +20,11 @@ import pytest
 
 from recovery.admission.holds import HoldKind
 from recovery.admission.prefixes import Prefix
+from recovery.admission.preparation import LeasesOpen, TrainerUnresolved
 from recovery.admission.replay import ReplaySource
 from recovery.admission.rows import IterableRows
 from recovery.admission.state import NAME, check_fits
+from recovery.admission.trainer import Acknowledgement, Outcome, PublicationRefused
 from recovery.config import RolloutConfig
 from recovery.errors import CannotRestore, Damaged, FingerprintMismatch, ProgramError, RecoveryError, SnapshotAbandoned
 from recovery.model import PolicyVersion
@@ -402,6 +404,51 @@ async def test_a_rollout_that_cannot_stand_still_costs_the_snapshot_and_stays_re
     with pytest.raises(SnapshotAbandoned, match="closed"):
         one.participant.hold("test")
     one.participant.release()
+
+
+@on_virtual_time
+async def test_a39_a40_a_checkpoint_waits_for_a_snapshot_without_leases_or_open_publications() -> None:
+    one = rollout(4, batch=1)
+    one.participant.attach()
+    causes: list[str] = []
+
+    def snapshot(cause: str) -> None:
+        """What a coordinator does, at once."""
+        causes.append(cause)
+        one.participant.hold(cause)
+        try:
+            states = one.participant.states()
+        except SnapshotAbandoned:
+            states = None
+        one.participant.resume(states is not None)
+        one.participant.release()
+
+    one.start()
+    trainer = one.trainer_admission()
+    first, second = await batch_of(one), await batch_of(one)
+    known = trainer.publish(first, first.rollout, ["d"], [("actor", 0)])
+    trainer.commit(known, [Acknowledgement(known, ("actor", 0))])
+    with pytest.raises(LeasesOpen, match=f"rollouts {second.rollout}"):
+        await one.prepare_checkpoint(first.rollout, snapshot)
+    snapshot("interval")
+    assert one.participant.covered == first.rollout, "a snapshot in between is taken all the same (decision 0013)"
+    one.commit(second)
+    other = trainer.publish(await batch_of(one), second.rollout + 1, ["d"], [("actor", 0)])
+    with pytest.raises(LeasesOpen):
+        await one.prepare_checkpoint(second.rollout, snapshot)
+    trainer._move(trainer._find(other), Outcome.COMMIT_FAILED)  # as a commit whose answer never came leaves it
+    one.commit(trainer._find(other).lease)
+    with pytest.raises(TrainerUnresolved, match="1 publications"):
+        await one.prepare_checkpoint(other.rollout, snapshot)
+    trainer._move(trainer._find(other), Outcome.COMMITTED)
+    assert not await one.prepare_checkpoint(other.rollout, lambda cause: None, timeout_s=3.0), "the deadline"
+    assert await one.prepare_checkpoint(other.rollout, snapshot)
+    assert causes == ["checkpoint", "interval", "checkpoint", "checkpoint", "checkpoint"]
+    one.checkpoint_saved(second.rollout)
+    with pytest.raises(PublicationRefused):
+        trainer.status(known)  # forgotten: nobody asks behind a checkpoint
+    assert trainer.status(other) is Outcome.COMMITTED
+    await one.close()
 
 
 # ---- participants -----------------------------------------------------------------------------------------------

@@ -149,3 +149,16 @@ def test_what_decides_is_the_farthest() -> None:
     for n in range(1, len(order) + 1):
         assert farthest(order[:n]) == order[n - 1]
     assert farthest([]) == Lag(0)
+
+
+def test_pin_weights_knows_the_same_weights_by_another_lineage_s_name() -> None:
+    """A restart names its versions anew: the checkpoint's weights are those of the branch before, up to the fork."""
+    versions = at_12()
+    versions.fork("after", 11)
+    rules = Staleness(policy="pin_weights")
+    assert rules.of_prefix(versions, {v(11)}, 0, served=[versions.current]).action is Action.PIN
+    assert rules.of_prefix(versions, {v(10)}, 0, served=[versions.current]).action is Action.REQUEUE
+    assert rules.of_prefix(versions, {v(12)}, 0, served=[PolicyVersion("after", 12)]).action is Action.REQUEUE, (
+        "a ghost"
+    )
+    assert rules.of_prefix(versions, {None}, 0, served=[versions.current]).action is Action.REQUEUE

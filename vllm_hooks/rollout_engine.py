@@ -33,9 +33,13 @@ class RolloutEngine:
         engine: a vLLM AsyncLLM.
         session: the session that captures it; its `on_left` is this object's from now on.
         ask: what a sample asks the engine; a pure function, so that a restart asks the same.
+        pinned: the version that the engine stays at; None: it follows every update.
     """
 
-    def __init__(self, engine: Any, session: RecoverySession, ask: Ask) -> None:
+    def __init__(self, engine: Any, session: RecoverySession, ask: Ask, *, pinned: PolicyVersion | None = None) -> None:
+        self.pinned = pinned
+        if pinned is not None:
+            session.version = pinned
         self._engine = RecoverableEngine(engine, session)
         self._session = session
         self._ask = ask
@@ -49,7 +53,8 @@ class RolloutEngine:
 
     def serve(self, version: PolicyVersion) -> None:
         """The rollout's version is this one from here on."""
-        self._session.version = version
+        if self.pinned is None:
+            self._session.version = version
 
     async def generate(self, sample: Sample) -> Sample:
         prompt, params = self._ask(sample)

@@ -17,12 +17,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from recovery.admission.samples import Sample
+from recovery.model import PolicyVersion
 
 
 class Engine(Protocol):
     """What generates: one sample in, the same or another object with its tokens out."""
 
     async def generate(self, sample: Sample) -> Sample: ...
+
+
+def pinned(engine: Engine) -> PolicyVersion | None:
+    """The version that an engine stays at: its attribute `pinned`. None (or no attribute): it follows every update."""
+    found: PolicyVersion | None = getattr(engine, "pinned", None)
+    return found
 
 
 Generate = Callable[[list[Sample], Engine], Any]

@@ -32,6 +32,7 @@ COUNTERS = (
     "rollout/fully_async/negative_lags",
     "rollout/fully_async/lineage_mismatches",
     "rollout/fully_async/escalated_groups",
+    "rollout/fully_async/samples_withheld",
     "rollout/fully_async/filtered_groups",
     "rollout/fully_async/tokens_reused",
     "rollout/fully_async/tokens_regenerated",

@@ -253,6 +253,9 @@ class Ownership:
             if verdict.action is Action.MASK:
                 self.ages.mask(record)
                 continue
+            if verdict.action is not Action.QUARANTINE and (withheld := self.ages.withhold(record)):
+                self.metrics.add("samples_withheld", withheld)
+                continue
             self.finished.remove(record)
             try:
                 self._withdraw(record, verdict.action, verdict.reason)

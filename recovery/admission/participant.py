@@ -1,17 +1,20 @@
 """A rollout as a participant of snapshots: held, asked for its states, told how it ended.
 
-Owns: which rollouts the published snapshots cover.
+Owns: which rollouts the published snapshots cover, and whether the trainer waits for one to write its checkpoint.
 Does not know: the coordinator, the store; it is called on the event loop and never waits.
 
 Invariants (numbers are those of docs/admission.md):
 1. The states are taken in one step, under a cut hold whose frontier is frozen in that step.
 2. (A42) A trainer's checkpoint is only said to be saved after a snapshot that covers it was published; otherwise a
    restart would find no snapshot that knows what was trained.
+3. (A39, A40) While a trainer waits to write its checkpoint, a snapshot is only taken if all that a checkpoint needs
+   holds; what does not is told to the one who waits, and covers nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from recovery.admission.preparation import NotPrepared, covers, prepare
@@ -32,9 +35,22 @@ class RolloutParticipant:
     def __init__(self, rollout: FullyAsyncRollout) -> None:
         self._rollout = rollout
         self._taken: int | None = None
+        self._strict = self._taken_strictly = False
+        self.refused: NotPrepared | None = None
         self.attached = False
         self.covered = 0
         """The highest rollout that a published snapshot covers."""
+        self.prepared = 0
+        """The highest rollout that one covers which was taken under the conditions of a checkpoint."""
+
+    @contextmanager
+    def strictly(self) -> Iterator[None]:
+        """For the time of a block, snapshots are taken under the conditions of a trainer's checkpoint."""
+        self._strict, self.refused = True, None
+        try:
+            yield
+        finally:
+            self._strict, self.refused = False, None
 
     def attach(self) -> None:
         self.attached = True
@@ -50,15 +66,17 @@ class RolloutParticipant:
         own, hold = self._rollout.ownership, self._rollout.updates.cut_hold
         own.gate.freeze(hold)
         try:
-            prepare(own, hold, checkpoint=False)
+            prepare(own, hold, unresolved=self._rollout.unresolved, checkpoint=self._strict)
         except NotPrepared as error:
+            self.refused = error if self._strict else None
             raise SnapshotAbandoned(str(error), hint="the last snapshot stands") from error
-        self._taken = covers(own)
+        self._taken, self._taken_strictly = covers(own), self._strict
         return self._rollout.state.states()
 
     def resume(self, published: bool) -> None:
         if published and self._taken is not None:
             self.covered = max(self.covered, self._taken)
+            self.prepared = max(self.prepared, self._taken if self._taken_strictly else 0)
         self._taken = None
         self._rollout.changes.tell()
 

@@ -5,12 +5,13 @@ Does not know: how prefixes are stored or resumed (vllm_hooks does), when a grou
 
 Invariants (numbers are those of docs/admission.md):
 1. (V12) It is asked when a replayed group is begun, before any token is spent on it.
-2. (V17) The granularity is the group: its samples go on together or are drawn anew together.
+2. (V17) A group's samples go on together or are drawn anew together; with `sibling` they go on if one of them may.
+3. `pin_weights`: a group whose prefixes one engine can go on with goes to that engine, and to no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,19 +51,29 @@ class _None:
 NO_PREFIXES: Prefixes = _None()
 
 
-def verdict_of(attempt: Attempt, prefixes: Prefixes, own: Ownership) -> tuple[Action, int]:
-    """What to do with the group's prefixes, and how many tokens they have. RESUME if there is none."""
+def verdict_of(
+    attempt: Attempt, prefixes: Prefixes, own: Ownership, served: Collection[PolicyVersion]
+) -> tuple[Action, int]:
+    """What to do with the group's prefixes, and how many tokens they have. RESUME if there is none.
+
+    PIN: every sample that has a prefix goes on under one of `served`, the versions of the engines it may go to.
+    """
     found = [prefix for sample in attempt.samples if (prefix := prefixes.of(sample.request_id)) is not None]
     n_tokens = sum(prefix.n_tokens for prefix in found)
-    action = Action.RESUME
+    action, refused = Action.RESUME, 0
     for prefix in found:
         verdict = own.staleness.of_prefix(
             own.versions,
             prefix.versions,
             attempt.stale,
             has_logprobs=prefix.has_logprobs,
-            served=[own.versions.current],
+            served=served,
         )
         if verdict.action in (Action.REQUEUE, Action.REJECT):
+            refused += 1
             action = verdict.action
+        elif refused == 0 and verdict.action is Action.PIN:
+            action = verdict.action
+    if own.staleness.granularity == "sibling" and refused < len(attempt.samples):
+        return Action.RESUME, n_tokens  # (V17) those that stay too old are withheld when they are leased
     return action, n_tokens

@@ -21,23 +21,24 @@ from functools import partial
 
 from recovery.admission.attempts import Attempt, Execution, Record
 from recovery.admission.changes import Changes, Deadline
-from recovery.admission.generation import Engine, Generate, each_sample, run
+from recovery.admission.generation import Engine, Generate, each_sample, pinned, run
 from recovery.admission.holds import AdmissionClosed, Hold, HoldKind, Lifecycle
 from recovery.admission.leases import Lease
 from recovery.admission.limits import Exhausted, Limits, Waiting
 from recovery.admission.metrics import HOLD_OWNERS, RETAINED_CAUSES
 from recovery.admission.ownership import Ownership
 from recovery.admission.participant import RolloutParticipant
-from recovery.admission.prefixes import NO_PREFIXES, Prefixes, verdict_of
+from recovery.admission.placement import Placement
+from recovery.admission.prefixes import NO_PREFIXES, Prefixes
 from recovery.admission.replay import ReplaySource
 from recovery.admission.samples import Sample, copies
 from recovery.admission.staleness import Action, Staleness
 from recovery.admission.state import RolloutState
+from recovery.admission.trainer import PublicationId, TrainerAdmission
 from recovery.admission.updates import WeightUpdates
 from recovery.admission.versions import PolicyVersions
 from recovery.config import RolloutConfig
 from recovery.config_checks import check_rollout
-from recovery.errors import ConfigError
 from recovery.model import PolicyVersion
 from recovery.ports import Clock, Entropy
 
@@ -51,7 +52,8 @@ class FullyAsyncRollout:
 
     Args:
         source: where groups come from (ReplaySource over JsonlRows or IterableRows).
-        engines: what generates; a group runs on the one with the fewest groups.
+        engines: what generates; a group runs on the one with the fewest groups. One with an attribute `pinned` (a
+            PolicyVersion) takes no update and generates only what has to go on under that version.
         config: the block `rollout`.
         batch_groups: groups in a train batch.
         clock, entropy: real ones, or a test's.
@@ -75,8 +77,7 @@ class FullyAsyncRollout:
         prefixes: Prefixes = NO_PREFIXES,
         on_version: Callable[[PolicyVersion], None] = lambda version: None,
     ) -> None:
-        if not engines:
-            raise ConfigError("a rollout has at least one engine")
+        self._placement = Placement([pinned(engine) for engine in engines])
         check_rollout(config, batch_groups)
         self._source = source
         self._engines = list(engines)
@@ -100,6 +101,7 @@ class FullyAsyncRollout:
             headroom=config.staleness_headroom,
             max_requeues=config.max_pristine_requeues,
             escalate_to=config.escalate_to,
+            granularity=config.stale_granularity,
         )
         self.ownership = Ownership(
             source,
@@ -113,6 +115,7 @@ class FullyAsyncRollout:
         self.changes = Changes()
         self.state = RolloutState(self.ownership, source)
         self.updates = WeightUpdates(self)
+        self._admissions: list[TrainerAdmission] = []
         self.participant = RolloutParticipant(self)
 
     # ---- the trainer -------------------------------------------------------------------------------------------
@@ -183,16 +186,41 @@ class FullyAsyncRollout:
         """
         self.participant.check_covers(rollout)
         self._source.checkpoint_saved(rollout)
+        for admission in self._admissions:
+            admission.forget(rollout)
 
-    async def wait_covered(self, rollout: int, *, timeout_s: float | None = None) -> bool:
-        """Whether a published snapshot covers the rollout: then its checkpoint may be written. False: the deadline."""
+    async def prepare_checkpoint(
+        self, rollout: int, want_snapshot: Callable[[str], None], *, timeout_s: float | None = None
+    ) -> bool:
+        """Whether a published snapshot covers the rollout: then its checkpoint may be written. False: the deadline.
+
+        `want_snapshot` is told that one is wanted. (A39, A40) Raises the NotPrepared that kept it from being taken: no
+        lease may be open, nothing retained, nothing unresolved at the trainer.
+        """
         deadline = Deadline(timeout_s)
-        while self.participant.covered < rollout:
-            if self.ownership.failure is not None:
-                raise self.ownership.failure
-            if deadline.passed or not await self.changes.next(deadline):
-                return self.participant.covered >= rollout
+        with self.participant.strictly():
+            want_snapshot("checkpoint")
+            while self.participant.attached and self.participant.prepared < rollout:
+                for error in (self.ownership.failure, self.participant.refused):
+                    if error is not None:
+                        raise error
+                if deadline.passed:
+                    return False
+                await self.changes.next(deadline)
         return True
+
+    def trainer_admission(
+        self, deleted: Callable[[PublicationId], None] = lambda publication: None
+    ) -> TrainerAdmission:
+        """For a trainer of several ranks. What it has not resolved keeps a checkpoint from being prepared (A40)."""
+        made = TrainerAdmission(self.ownership.incarnation, self.commit, self.roll_back, deleted)
+        self._admissions.append(made)
+        return made
+
+    @property
+    def unresolved(self) -> int:
+        """Publications to trainers that are neither committed nor rolled back."""
+        return sum(admission.unresolved for admission in self._admissions)
 
     def reconcile(self) -> list[BaseException]:
         """Try again to give back whatever could not be. Returns what still cannot."""
@@ -264,7 +292,8 @@ class FullyAsyncRollout:
             if stored is not None:
                 self.ownership.complete(execution, stored, self._draw())
                 return
-            verdict, n_tokens = verdict_of(record.attempt, self._prefixes, self.ownership)
+            loads = [sum(at == index for _, at in self._tasks.values()) for index in range(len(self._engines))]
+            verdict, n_tokens, index = self._placement.of(record.attempt, self._prefixes, self.ownership, loads)
             if verdict in (Action.REQUEUE, Action.REJECT):
                 self.ownership.refuse_prefix(execution, verdict, n_tokens)
                 return
@@ -272,8 +301,6 @@ class FullyAsyncRollout:
         except Exception as error:
             self.ownership.fail(error)
             return
-        loads = [sum(at == index for _, at in self._tasks.values()) for index in range(len(self._engines))]
-        index = loads.index(min(loads))
         work = run(self._generate, copies(record.attempt.samples), self._engines[index])
         task = asyncio.get_running_loop().create_task(work, name=record.attempt.reservation_id)
         self._tasks[execution] = (task, index)

@@ -25,6 +25,9 @@ from recovery.model import PolicyVersion
 
 Policy = Literal["reject", "requeue_pristine", "resume_mixed", "resume_masked", "pin_weights", "wait_not_drop"]
 
+Granularity = Literal["prompt_group", "sibling"]
+"""(V17) What a sample that is too old costs: its whole group, or its own tokens; its reward stays in the baseline."""
+
 
 class Action(Enum):
     """ACCEPT and QUARANTINE are for finished groups, RESUME and PIN for prefixes, the others for both."""
@@ -73,6 +76,7 @@ class Staleness:
     headroom: int = 0
     max_requeues: int = 3
     escalate_to: Policy = "wait_not_drop"
+    granularity: Granularity = "prompt_group"
 
     def __post_init__(self) -> None:
         if (self.limit is not None and self.limit < 0) or self.headroom < 0 or self.max_requeues < 0:
@@ -119,12 +123,15 @@ class Staleness:
         has_logprobs: bool = True,
         served: Collection[PolicyVersion] = (),
     ) -> Verdict:
-        """At restore: is an unfinished sample's prefix worth going on with? `served`: versions that engines have."""
+        """At restore: is an unfinished sample's prefix worth going on with? `served`: versions that engines have.
+
+        For `pin_weights` a version of an earlier life is served if the trainer's line went through it.
+        """
         policy = self.policy_for(stale_requeues)
         far = farthest(versions.distance(version) for version in sampled)
         lag = _lag(far)
         if policy == "pin_weights" and sampled:
-            if set(sampled) <= set(served) and len(set(sampled)) == 1:
+            if None not in sampled and any(all(versions.same_weights(one, s) for one in sampled) for s in served):
                 return Verdict(Action.PIN, "an engine serves the version it was sampled under", lag)
             return Verdict(Action.REQUEUE, "no engine serves the version it was sampled under", lag)
         headroom = 0 if self.escalated(stale_requeues) else self.headroom

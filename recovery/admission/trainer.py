@@ -11,6 +11,7 @@ Invariants (numbers are those of docs/admission.md):
 3. (A35) After a lost answer: COMMITTED trains, PENDING rolls back, a failed state does neither.
 4. (M22) A cohort that changed between acknowledging and training is refused before the optimizer runs.
 5. (M23) A publication of another incarnation is refused.
+6. What is resolved is kept until the trainer's checkpoint behind it is saved: until then somebody may ask.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ TRANSITIONS: dict[Outcome, tuple[Outcome, ...]] = {
     Outcome.ROLLED_BACK: (),
 }
 """Both ways lead through the failed state."""
+
+RESOLVED = (Outcome.COMMITTED, Outcome.ROLLED_BACK)
 
 Member = tuple[str, int]
 """A role of the trainer and a rank in it."""
@@ -90,12 +93,20 @@ class TrainerAdmission:
         self._roll_back = roll_back
         self._deleted = deleted
         self._admissions: dict[int, _Admission] = {}
+        self._published = 0
 
     @property
     def unresolved(self) -> int:
         """(A40) How many keep a checkpoint from being prepared or published."""
-        settled = (Outcome.COMMITTED, Outcome.ROLLED_BACK)
-        return sum(admission.outcome not in settled for admission in self._admissions.values())
+        return sum(admission.outcome not in RESOLVED for admission in self._admissions.values())
+
+    def forget(self, rollout: int) -> None:
+        """The trainer's checkpoint after that rollout is saved: nobody asks any more what became of those up to it."""
+        self._admissions = {
+            number: one
+            for number, one in self._admissions.items()
+            if one.outcome not in RESOLVED or one.publication.rollout > rollout
+        }
 
     def publish(
         self, lease: Lease, rollout: int, digests: Collection[str], cohort: Collection[Member]
@@ -106,9 +117,10 @@ class TrainerAdmission:
             raise PublicationRefused(f"the lease is of rollout {lease.rollout}, asked for was {rollout}")
         if not cohort or len(set(cohort)) != len(cohort):
             raise PublicationRefused("a cohort has members, each of them once")
+        self._published += 1
         publication = PublicationId(
             incarnation=self._incarnation,
-            admission=len(self._admissions) + 1,
+            admission=self._published,
             rollout=rollout,
             digests=tuple(digests),
             cohort=tuple(sorted(cohort)),

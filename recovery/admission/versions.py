@@ -108,6 +108,10 @@ class PolicyVersions:
             return Lag(self.current.number - version.number)
         return Ahead(version.number - newest) if lineage == self.current.lineage else Ghost()
 
+    def same_weights(self, one: PolicyVersion | None, other: PolicyVersion) -> bool:
+        """Whether both name the same weights: equal, or both on the line that led here, with the same number."""
+        return one == other or (isinstance(far := self.distance(one), Lag) and far == self.distance(other))
+
     def begin(self, target: PolicyVersion) -> None:
         """An update to the next version, or to the present one again. Raises VersionRefused, nothing changed."""
         if target not in (self.current, self.next):
