@@ -7,6 +7,7 @@ KILLS ?= 50
 RACES ?= 100
 SCHEDULES ?= 10000
 RL_KILLS ?= 10
+WORKERS ?= 2
 ARGS ?=
 
 VENV := .venv
@@ -27,9 +28,9 @@ setup: $(VENV)/ready  ## make the environment in .venv (a few minutes, 4 GB)
 demo: $(VENV)/ready  ## kill and continue a job of a real model; compare it token for token (ARGS=... passed on)
 	$(BIN)/prefix-recovery demo $(ARGS)
 
-test: $(VENV)/ready  ## run all tests (ARGS=... passed on to pytest)
+test: $(VENV)/ready  ## run all tests, in WORKERS=2 processes (ARGS=... passed on to pytest)
 	@.ci/browser || true  # the tests that need one fail, and say so
-	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q --durations=10 -n $(WORKERS) $(ARGS)
 
 check: $(VENV)/ready  ## ruff, mypy and the test of the import arrows
 	$(BIN)/ruff check .

@@ -22,6 +22,9 @@ from typing import Any, TypeVar
 import pytest
 
 from prefix_recovery.processes import descendants
+from tests.job_processes import name_of
+
+pytest_plugins = ["tests.two_workers"]
 
 T = TypeVar("T")
 OnLoop = Callable[[Coroutine[Any, Any, T]], T]
@@ -106,7 +109,9 @@ def session_engine(tiny_model: Path, on_loop: OnLoop[Any]) -> Iterator[Any]:
     os.environ.clear()
     os.environ.update(before)
     tempfile.tempdir = None
-    ours = [identity for identity in descendants(os.getpid()) if identity not in others]
+    new = (child for child in descendants(os.getpid()) if child not in others)
+    ours = [child for child in new if name_of(child.pid).startswith("VLLM")]
+    assert ours
 
     async def close() -> None:
         started.close()

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from prefix_recovery.engine import Engine
-from prefix_recovery.processes import Identity, descendants
+from prefix_recovery.processes import Identity
 from recovery.log_reading import find_tail
 from storage_backends import open_store
 from tests.engine_runs import block, greedy, open_session, prompts, tokens_of, until
+from tests.job_processes import engine_core_of
 from vllm_hooks import RecoverableEngine
 
 ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 192 << 20}
@@ -77,7 +78,7 @@ def live(session: Any) -> list[Any]:
 
 def main() -> None:
     engine = Engine(sys.argv[1], ENGINE)
-    (core,) = descendants(os.getpid())
+    core = engine_core_of(os.getpid())
     found = asyncio.run(scenario(engine.llm, core, Path(sys.argv[2])))
     engine.close()
     print(json.dumps(found))

@@ -35,6 +35,20 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = _DEADLIN
         time.sleep(0.01)
 
 
+def engine_core_of(pid: int) -> Identity:
+    """The one engine process below `pid`, by the name that vLLM gives it: other children come and go."""
+    (found,) = (child for child in descendants(pid) if name_of(child.pid).startswith("VLLM::Engine"))
+    return found
+
+
+def name_of(pid: int) -> str:
+    """What the process calls itself, empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 class JobProcess:
     """One started process of a job, the leader of its group."""
 
@@ -80,8 +94,7 @@ class JobProcess:
 
     def engine_core(self) -> Identity:
         """Its engine's process."""
-        (found,) = self.descendants()
-        return found
+        return engine_core_of(self.process.pid)
 
     def after(self, n_tokens: int) -> JobProcess:
         """Wait until that many tokens are decoded. Raises AssertionError if the process ends before."""

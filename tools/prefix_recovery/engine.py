@@ -7,7 +7,8 @@ Invariants:
 1. Engine arguments of the config are passed through; a name that this vLLM does not have is a ConfigError with the
    nearest one.
 2. An environment variable that the user has set is never overwritten.
-3. Leftovers of the engine live in a temporary folder of their own, which is removed at the end.
+3. The engine's process is forked (which saves it the imports) only from a process of one thread.
+4. Leftovers of the engine live in a temporary folder of their own, which is removed at the end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -147,10 +149,25 @@ def _start(model: str, arguments: Mapping[str, Any]) -> Any:
         config = args.create_engine_config()
         if is_cpu_build() and chosen is None:
             # Set after the config was made: the CPU platform forces spawn while it is made. Fork inherits the imports.
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if may_fork() else "spawn"
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=bool(args.disable_log_stats))
+        try:
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=bool(args.disable_log_stats))
+        finally:
+            if chosen is None:  # the next engine of this process may have to start in another way
+                os.environ.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
+
+
+def may_fork() -> bool:
+    """Whether an engine process forked from this one can decode.
+
+    A fork has one thread and whatever state the others were in. libgomp is the worst: once torch computed on a pool of
+    threads, the first parallel loop of the child waits for ever for threads that it does not have.
+    """
+    import torch
+
+    return threading.active_count() == 1 and torch.get_num_threads() == 1
 
 
 def _arguments(model: str, arguments: Mapping[str, Any]) -> Any:

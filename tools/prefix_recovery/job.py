@@ -149,12 +149,12 @@ class _Run:
     def _with_engine(self, progress: Progress) -> Outcome:
         began = time.monotonic()
         self._check_early()
-        if self._config.metrics is not None:
-            self._metrics = MetricsServer(str(self._config.metrics), self._n_results)
-            progress.say(f"metrics at {self._metrics.url}")
         progress.say("starting the engine")
         engine = Engine(self._config.model, self._config.engine)
         try:
+            if self._config.metrics is not None:  # its thread comes after the fork of the engine
+                self._metrics = MetricsServer(str(self._config.metrics), self._n_results)
+                progress.say(f"metrics at {self._metrics.url}")
             self._lock.note(descendants(os.getpid()), engine.folder)
             progress.say(f"engine ready after {time.monotonic() - began:.0f} s")
             return asyncio.run(self._loop(engine.llm, progress))
