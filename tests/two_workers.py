@@ -13,6 +13,7 @@ xdist's own groups cannot say this: they rewrite the ids of tests, which pytest 
 
 from __future__ import annotations
 
+import ast
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,15 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _ROOT = Path(__file__).parent.parent
-_MODEL = "tiny_model"
-"""The fixture that every test which starts an engine depends on."""
+_ASKED = {"tiny_model", "session_engine", "engine"}
+"""What a test or a fixture takes that decodes: an engine, or the model that it starts one with."""
 
 
 @cache
 def starts_engine(file: str) -> bool:
-    """Whether a test file, given from the project's root, asks for the model that engines are started with."""
-    return _MODEL in (_ROOT / file).read_text(encoding="utf-8")
+    """Whether a test file, given from the project's root, has something that asks for an engine."""
+    tree = ast.parse((_ROOT / file).read_bytes())
+    return any(isinstance(f, ast.FunctionDef) and _ASKED & {arg.arg for arg in f.args.args} for f in tree.body)
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
