@@ -59,7 +59,7 @@ class RecoveryError(Exception):
         self.hint = hint or self.default_hint
 
     def __str__(self) -> str:
-        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+        return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
 class ConfigError(RecoveryError):

@@ -265,7 +265,7 @@ class SlotLog:
     def _fence(self, winner: Slot) -> Fenced:
         self._fenced = Fenced(
             f"slot {winner.seq} was written by {winner.owner or 'another coordinator'} at epoch {winner.epoch}; "
-            f"this coordinator holds epoch {self.epoch}",
+            + (f"this coordinator holds epoch {self.epoch}" if self.epoch else "this one had not claimed it yet"),
             hint="another run took over this store; stop this one",
         )
         return self._fenced

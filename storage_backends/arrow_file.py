@@ -34,6 +34,7 @@ BATCH_BYTES_MAX = 1 << 30
 GROUP_BYTES = 64 << 20
 """Decompressed, so much of a file is taken apart at a time."""
 
+UPGRADE = "read it with the version of prefix-recovery that wrote it, or a newer one"
 _MAGIC = b"ARROW1"
 _MANGLED = (ValueError, TypeError, LookupError, ArithmeticError, OSError, NotImplementedError, struct.error)
 """What Arrow and struct raise for bytes that they cannot make sense of (Arrow's own errors are among them)."""
@@ -133,28 +134,30 @@ def check_header(header: Mapping[str, Any], kind: str, what: str, known: Sequenc
 
     `known`: what it may require.
     """
-    upgrade = "read it with the version of prefix-recovery that wrote it, or a newer one"
     name, version, requires = header.get("format"), header.get("version"), header.get("requires", [])
     if name != kind or type(version) is not int or not 1 <= version <= VERSION:
         raise FormatNotUnderstood(
             f"{what} has format {name!r:.60} version {version!r:.20}; this program reads {kind!r} version {VERSION}",
-            hint=upgrade,
+            hint=UPGRADE,
         )
     if not isinstance(requires, list):
         raise Damaged(f"the header of {what}: requires is no list")
     for name in requires:
         if name not in known:
-            raise FormatNotUnderstood(f"{what} requires {name!r:.60}, which is not known here", hint=upgrade)
+            raise FormatNotUnderstood(f"{what} requires {name!r:.60}, which is not known here", hint=UPGRADE)
 
 
 def check_columns(found: pa.Schema, wanted: pa.Schema, what: str) -> None:
-    """Raises Damaged unless names and types are these, in this order; names inside of lists do not matter."""
+    """Raises FormatNotUnderstood unless names and types are these, in this order; names inside of lists do not matter.
+
+    Sums are checked before: these are the bytes that were written, by another build of this program.
+    """
     try:
         same = found.names == wanted.names and all(map(_same_type, found.types, wanted.types))
     except _MANGLED:  # a name that is not UTF-8
         same = False
     if not same:
-        raise Damaged(f"{what} does not have the columns of its format")
+        raise FormatNotUnderstood(f"{what} does not have the columns of format version {VERSION}", hint=UPGRADE)
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import builtins
 import re
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -140,6 +141,12 @@ class S3Store:
                 if key.startswith(prefix) and key > after and is_key(key):
                     found.add(Listed(key, item["Size"]))
         return sorted(found)
+
+    def glance(self) -> tuple[builtins.list[str], bool]:
+        """Names below the root, whether they are keys or not: the first PAGE_KEYS, and whether those are all."""
+        page = next(self._pages(""))
+        names = [item["Key"].removeprefix(self._root) for item in page.get("Contents", ())]
+        return names, not page.get("IsTruncated")
 
     def delete(self, key: str) -> None:
         where = self._where(key)

@@ -1,4 +1,4 @@
-"""Unfinished files of a local store: their names, and which of them nobody will finish.
+"""Unfinished files: their names, and which of them nobody will finish.
 
 Owns: the name of a temporary file, whether its writer still lives, the sweep.
 Does not know: what is written into one, keys.
@@ -7,7 +7,8 @@ Invariants:
 1. A name tells its writer: host, process id, start time of that process, and a random part.
 2. The sweep takes a file of this host only if its writer is dead, and a file of another host only if it is older
    than AGE_S or the OTHERS_MAX newest of other hosts are kept without it: what crashes leave is bounded.
-3. A file whose name is not of this form is foreign and stays.
+3. A file whose name is not of this form is foreign and stays. In a folder that is not a store's own, the name begins
+   with a prefix that says what the file is of.
 4. Losing a temporary file costs its writer a repetition, never an object (local.py, invariant 4): so a host's name
    that two machines share, or a clock that is wrong, does no harm.
 """
@@ -41,10 +42,10 @@ def start_time(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-def new_name() -> str:
+def new_name(prefix: str = "") -> str:
     """A name that no other file has, for this process."""
     pid = os.getpid()
-    return f"{host()}.{pid}.{start_time(pid)}.{os.urandom(8).hex()}"
+    return f"{prefix}{host()}.{pid}.{start_time(pid)}.{os.urandom(8).hex()}"
 
 
 def _lives(pid: int, started: int) -> bool:
@@ -62,20 +63,20 @@ def _lives(pid: int, started: int) -> bool:
     return True
 
 
-def sweep(folder_fd: int) -> int:
+def sweep(folder_fd: int, prefix: str = "") -> int:
     """Remove the temporary files in a folder that nobody will finish. Returns how many were removed."""
-    return sum(_remove(name, folder_fd) for name in abandoned(folder_fd))
+    return sum(_remove(name, folder_fd) for name in abandoned(folder_fd, prefix))
 
 
-def abandoned(folder_fd: int) -> list[str]:
+def abandoned(folder_fd: int, prefix: str = "") -> list[str]:
     """Names of the temporary files in a folder that nobody will finish."""
     here, now = host(), time.time()
     doomed: list[str] = []
     others: list[tuple[float, str]] = []
     with os.scandir(folder_fd) as entries:
         for entry in entries:
-            match = _NAME.fullmatch(entry.name)
-            if match is None:
+            match = _NAME.fullmatch(entry.name.removeprefix(prefix))
+            if match is None or not entry.name.startswith(prefix):
                 continue
             if match[1] == here:
                 if not _lives(int(match[2]), int(match[3])):

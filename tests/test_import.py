@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from recovery.slots import SlotLog
 from recovery.snapshots import make_root
 from snapshot_inspect import cli, importing, survey
 from snapshot_inspect.importing import check_empty
+from snapshot_inspect.places import GLANCE
 from storage_backends import open_store
 from storage_backends.archive import ArchiveStore
 from storage_backends.local import LocalStore
@@ -251,6 +253,18 @@ def test_anything_else_is_refused_by_name_and_left_as_it_was(
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
 
 
+def test_n1_a_huge_folder_is_refused_after_a_glance(
+    file: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody's folder is listed to its end to find that it is not empty; a store that an import left may be large."""
+    root = tmp_path / "b"
+    for name in [f"Photo {number}" for number in range(GLANCE)] + ["deep/x"]:
+        _write(root, name)
+    monkeypatch.setattr(LocalStore, "list", lambda *_: pytest.fail("listed whole"))
+    ran = run("import", file, root)
+    assert ran.code == 2 and re.search(f"{root} is not empty: Photo [0-9]+ lies there, among more than [0-9]+", ran.err)
+
+
 def test_a_root_that_is_only_marked_is_taken(file: Path, run: Run, tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     make_root(LocalStore(tmp_path / "b"), SeededEntropy())
@@ -271,6 +285,7 @@ def test_nobody_is_fenced_by_an_import(file: Path, run: Run, tmp_path: Path, mon
     monkeypatch.setattr(importing, "check_empty", a_job_begins)
     ran = run("import", file, root)
     assert ran.code == 11 and "slot 1 was written by host-a pid 1" in ran.err
+    assert "this one had not claimed it yet" in ran.err and "epoch 0" not in ran.err
     stores.say(jobs[0].open("p-1"), 1)
     assert jobs[0].snapshot() == 3
     jobs[0].close()
@@ -399,9 +414,11 @@ def refused(run: Run, file: Path, tmp_path: Path) -> Ran:
 
 def test_what_is_no_portable_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
-    for name in ("text", "none"):
-        ran = refused(run, tmp_path / name, tmp_path)
-        assert ran.code == 10 and str(tmp_path / name) in ran.err
+    ran = refused(run, tmp_path / "none", tmp_path)
+    assert ran.code == 10 and str(tmp_path / "none") in ran.err
+    ran = refused(run, tmp_path / "text", tmp_path)
+    assert ran.code == 2 and f"{tmp_path / 'text'} is no portable file" in ran.err
+    assert "made by `snapshot-inspect export`" in ran.err and "no store at" not in ran.err
     stores.on_disk(tmp_path / "s", stores.objects_of(made(stores.several)))
     ran = refused(run, tmp_path / "s", tmp_path)
     assert ran.code == 2 and f"make one: snapshot-inspect export {tmp_path / 's'} " in ran.err

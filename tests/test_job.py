@@ -672,7 +672,7 @@ def test_a_config_that_cannot_be_run(
     config = write_job(tmp_path, tmp_path / "model", [GOOD], **change)
     assert main(["run", str(config)]) == code
     text = said(capsys)
-    assert text.startswith("prefix-recovery: ") and all(word in text for word in words), text
+    assert text.startswith("error: ") and all(word in text for word in words), text
     assert not (tmp_path / "store").exists()
 
 

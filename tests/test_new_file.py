@@ -10,6 +10,7 @@ import pytest
 from recovery.errors import ConfigError, CredentialsRefused, StoreFull
 from snapshot_inspect import new_file as module
 from snapshot_inspect.new_file import new_file
+from storage_backends import temporaries
 
 
 def write(path: Path, data: bytes, *, replace: bool = False) -> None:
@@ -25,6 +26,17 @@ def test_the_name_is_there_when_the_block_has_ended(tmp_path: Path) -> None:
         assert os.pread(fd, 5, 0) == b"1", "it can be read back meanwhile"
     assert path.read_bytes() == b"1" and list(tmp_path.iterdir()) == [path]
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def test_c10_what_a_killed_writer_left_goes_with_the_next_file_and_nothing_else_does(tmp_path: Path) -> None:
+    """A file of a writer that lives stays, and so does what only looks like one."""
+    dead = temporaries.new_name(module.UNFINISHED).replace(f".{os.getpid()}.", ".2147483646.")
+    alive = temporaries.new_name(module.UNFINISHED)
+    others = [temporaries.new_name(), dead.removeprefix("."), ".export-notes", "x" + dead]
+    for name in (dead, alive, *others):
+        (tmp_path / name).write_bytes(b"?")
+    write(tmp_path / "x", b"1")
+    assert sorted(os.listdir(tmp_path)) == sorted([alive, *others, "x"])
 
 
 def _umask() -> int:

@@ -21,7 +21,7 @@ from prefix_recovery import __doc__ as _about
 from recovery import config as configs
 from recovery.errors import RecoveryError
 from snapshot_inspect import completion
-from snapshot_inspect.texts import printable_lines
+from snapshot_inspect.texts import error_text
 
 _EXAMPLES = """\
 examples:
@@ -140,10 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run_verb(arguments)
     except RecoveryError as error:
-        print(f"prefix-recovery: {printable_lines(error.message)}", file=sys.stderr)
-        if error.hint:
-            store = shlex.quote(arguments.store) if "store" in arguments else "STORE"
-            print(f"  {printable_lines(error.hint.replace('STORE', store))}", file=sys.stderr)
+        store = shlex.quote(arguments.store) if "store" in arguments else "STORE"
+        print(error_text(error.message, error.hint.replace("STORE", store)), file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from recovery.errors import RecoveryError
+from recovery.errors import NoStore, RecoveryError
 from snapshot_inspect import (
     completion,
     documents,
@@ -37,7 +37,7 @@ from snapshot_inspect.newest import newest
 from snapshot_inspect.places import open_place
 from snapshot_inspect.render import Screen
 from snapshot_inspect.survey import position
-from snapshot_inspect.texts import printable
+from snapshot_inspect.texts import error_text, printable
 from snapshot_inspect.verbs import Answer
 from storage_backends.posix import translate
 
@@ -223,25 +223,26 @@ def _main(argv: list[str]) -> int:
         return leaving.code if isinstance(leaving.code, int) else 2
     try:
         answer = args.run(args, time.time())
-        return _printed(answer, json=args.json or answer.always_json)
+        code = _printed(answer, json=args.json or answer.always_json)
+        if answer.error is not None and answer.error.exit_code >= NoStore.exit_code:
+            _say(answer.error, args)
+        return code
     except RecoveryError as error:
         _say(error, args)
         return error.exit_code
 
 
 def _say(error: RecoveryError, args: argparse.Namespace) -> None:
-    print(f"error: {printable(error.message)}", file=sys.stderr)
-    if error.hint:
-        hint = error.hint.replace("STORE", shlex.quote(args.store))
-        if "file" in args:
-            hint = hint.replace("FILE", shlex.quote(args.file))
-        print(f"  {printable(hint)}", file=sys.stderr)
+    hint = error.hint.replace("STORE", shlex.quote(args.store))
+    if "file" in args:
+        hint = hint.replace("FILE", shlex.quote(args.file))
+    print(error_text(error.message, hint), file=sys.stderr)
 
 
 def _printed(answer: Answer, *, json: bool) -> int:
     """Print an answer. Its exit code stands also if nobody reads to the end."""
     for note in answer.notes:
-        print(f"note: {printable(note)}", file=sys.stderr)
+        print(f"note: {printable(' '.join(note.splitlines()))}", file=sys.stderr)
     try:
         if json:
             if hasattr(sys.stdout, "reconfigure"):  # what JSON escapes in no other encoding: a lone surrogate

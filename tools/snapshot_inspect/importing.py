@@ -21,6 +21,7 @@ from typing import Any
 
 from recovery.errors import ConfigError, Damaged
 from recovery.log import Slot
+from recovery.log_reading import slot_exists
 from recovery.origin import import_claim, is_import_claim, origin_of
 from recovery.ports import ObjectStore
 from recovery.slots import SlotLog
@@ -31,13 +32,13 @@ from snapshot_inspect.documents import Document
 from snapshot_inspect.export import figures, origin_for, taken
 from snapshot_inspect.leftovers import is_foreign
 from snapshot_inspect.newest import Adopted
-from snapshot_inspect.places import Place, ledger_codec, naming, open_place, store_at, strangers
+from snapshot_inspect.places import Place, glance, is_config, ledger_codec, naming, open_place, store_at, strangers
 from snapshot_inspect.progress import progress_on
 from snapshot_inspect.render import Screen
 from snapshot_inspect.survey import Unreadable, choose, position, walk
 from snapshot_inspect.verbs import Answer
 from storage_backends import open_store
-from storage_backends.archive import ArchiveStore
+from storage_backends.archive import ArchiveStore, is_archive
 from storage_backends.codecs import CodecName, MixedSegmentCodec
 
 PROBES = "probe/"
@@ -46,6 +47,9 @@ PROBES = "probe/"
 
 def import_(args: Namespace, now: float) -> Answer:
     with naming(args.file):
+        if os.path.isfile(args.file) and not is_archive(args.file) and not is_config(args.file):
+            what = f"{args.file} is no portable file: it does not begin like one"
+            raise ConfigError(what, hint="such files are made by `snapshot-inspect export`")
         source = open_place(args.file)
         if not isinstance(source.store, ArchiveStore):
             raise ConfigError(
@@ -131,7 +135,14 @@ def _into(
 
 
 def check_empty(store: ObjectStore, address: str) -> list[Slot]:
-    """The claims of imports that were not finished, and nothing else. Raises ConfigError, naming what is there."""
+    """The claims of imports that were not finished, and nothing else. Raises ConfigError, naming what is there.
+
+    Only what has a log is looked through to the end: a folder of somebody else's may be large.
+    """
+    names, all_of_it = glance(store)
+    if not all_of_it and not slot_exists(store, 1):
+        what = min((name for name in names if is_foreign(name)), default="a great deal")
+        raise _not_empty(address, f"{what} lies there, among more than {len(names)} others")
     keys = [item.key for item in store.list("") if not item.key.startswith(PROBES)]
     foreign = [key for key in keys if is_foreign(key)] + strangers(store).names
     if foreign:

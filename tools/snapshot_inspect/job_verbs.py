@@ -34,8 +34,13 @@ def explain_(args: Namespace, now: float) -> Answer:
         ledger = calls.read_ledger(place.store, ledger_codec(), snapshot)
         here = explain.with_config(job_here(config), place, segment_codec(), ledger)
     document = explain.explain(place, snapshot, here, config)
-    code = FingerprintMismatch.exit_code if document["restorable"] is False else 0
-    return Answer(code, [document], lambda screen: explain.shown(screen, document), notes_of(choice))
+    refused = None
+    if document["restorable"] is False:
+        what = f"snapshot {snapshot.id} belongs to another job than {config or 'this one'}"
+        refused = FingerprintMismatch(what, hint="which fields differ is listed above; a run refuses it")
+    code = 0 if refused is None else refused.exit_code
+    show = partial(explain.shown, document=document)
+    return Answer(code, [document], show, notes_of(choice), error=refused)
 
 
 def plan_(args: Namespace, now: float) -> Answer:
@@ -97,7 +102,8 @@ def stats_(args: Namespace, now: float) -> Answer:
     place = open_place(args.store)
     found, sound = structure(place, segment_codec(), ledger_codec())
     document = stats.stats(place, found, sound)
-    return Answer(found.exit_code, [document], lambda screen: stats.shown(screen, document))
+    show = partial(stats.shown, document=document)
+    return Answer(found.exit_code, [document], show, error=found.not_understood)
 
 
 def holds_(args: Namespace, now: float) -> Answer:
@@ -105,7 +111,9 @@ def holds_(args: Namespace, now: float) -> Answer:
     at = position(place.store)
     owners, unreadable = holds.owners_of(place.store, at)
     document = holds.holds(place, at, owners, unreadable, now)
-    return Answer(worst([item.error for item in unreadable]), [document], lambda screen: holds.shown(screen, document))
+    error = worst([item.error for item in unreadable])
+    code = 0 if error is None else error.exit_code
+    return Answer(code, [document], lambda screen: holds.shown(screen, document), error=error)
 
 
 def report_(args: Namespace, now: float) -> Answer:
@@ -117,7 +125,8 @@ def report_(args: Namespace, now: float) -> Answer:
     if args.html is not None:
         page.write(args.html, document)
         notes = (f"the page is {args.html}; open it in a browser, no network is needed",)
-    return Answer(found.exit_code, [document], lambda screen: report.shown(screen, document), notes)
+    show = partial(report.shown, document=document)
+    return Answer(found.exit_code, [document], show, notes, error=found.not_understood)
 
 
 def doctor_(args: Namespace, now: float) -> Answer:

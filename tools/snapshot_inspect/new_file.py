@@ -8,12 +8,12 @@ Invariants:
 2. Without `replace` an existing name is refused, also one that appears in the meantime.
 3. Only a plain file is ever replaced, never a folder or a device; what a link leads to is replaced, not the link.
 4. Nothing is written into a store's folder: what lies there is an object, or would be taken for one.
+5. What a killed process left of such a file goes with the next one that is written into the same folder.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import stat
 from collections.abc import Iterator
@@ -23,8 +23,10 @@ from recovery.errors import ConfigError
 from recovery.log import PREFIX
 from recovery.ports import Put
 from recovery.snapshots import FORMAT_KEY
+from storage_backends import temporaries
 from storage_backends.posix import link_new, told
 
+UNFINISHED = ".export-"
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -34,10 +36,11 @@ def new_file(path: str, *, replace: bool) -> Iterator[int]:
     target = _real(path)
     _check(path, target, replace)
     folder, name = os.path.split(target)
-    temporary = f".export-{secrets.token_hex(8)}.tmp"
+    temporary = temporaries.new_name(UNFINISHED)
     with told("write", path):
         folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            temporaries.sweep(folder_fd, UNFINISHED)
             fd = os.open(temporary, _NEW, 0o666, dir_fd=folder_fd)
             try:
                 yield fd

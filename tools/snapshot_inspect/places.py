@@ -149,6 +149,32 @@ def strangers(store: ObjectStore) -> Strangers:
     return Strangers(sorted(names), unfinished)
 
 
+GLANCE = 1000
+
+
+def glance(store: ObjectStore) -> tuple[list[str], bool]:
+    """Some names that lie in a place, whatever they are of, and whether those are all: a folder may hold millions."""
+    root = local_root(store)
+    if not root:
+        return store.glance() if hasattr(store, "glance") else ([item.key for item in store.list("")], True)
+    names: list[str] = []
+    todo = [root]
+    n = 0
+    with told("list", root):
+        while todo:
+            folder = todo.pop()
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    n += 1
+                    if n > GLANCE:
+                        return sorted(names), False
+                    if entry.is_dir(follow_symlinks=False):
+                        todo.append(entry.path)
+                    else:
+                        names.append(os.path.relpath(entry.path, root))
+    return sorted(names), True
+
+
 def in_the_way(store: ObjectStore, key: str) -> str:
     """What kind of thing has the name of `key` in a local store and is no object; empty if nothing does."""
     root = local_root(store)

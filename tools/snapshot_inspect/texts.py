@@ -30,6 +30,14 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
+def error_text(message: str, hint: str) -> str:
+    """What is said of an error on stderr. Further lines are set in, so that what is quoted begins no line of ours."""
+    first, *rest = [line for line in message.split("\n") if line.strip()] or [""]
+    return "\n".join(
+        [f"error: {printable(first)}", *(f"  {printable(line)}" for line in [*rest, *hint.split("\n")] if line)]
+    )
+
+
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from recovery import pins
 from recovery.errors import Damaged, FormatNotUnderstood, NothingPublished, RecoveryError
@@ -35,6 +36,7 @@ from snapshot_inspect.verify import verify
 class Answer:
     """What a verb says: `documents` for --json, one a line; `show` for people; `notes` on stderr for both.
 
+    `error`: what an exit code from 10 on stands for, said after all of it (of 1 the answer itself tells).
     Documents that are made while they are printed (`always_json`) can end in an error after the first of them.
     """
 
@@ -43,6 +45,7 @@ class Answer:
     show: Callable[[Screen], None]
     notes: tuple[str, ...] = ()
     always_json: bool = False
+    error: RecoveryError | None = None
 
 
 def list_(args: Namespace, now: float) -> Answer:
@@ -67,17 +70,14 @@ def list_(args: Namespace, now: float) -> Answer:
         for item in reversed(found)
     ]
     bad = [item.error for item in found if isinstance(item, Unreadable)]
-    return Answer(worst(bad), rows, lambda screen: views.snapshots(screen, rows))
+    error = worst(bad)
+    code = 0 if error is None else error.exit_code
+    return Answer(code, rows, lambda screen: views.snapshots(screen, rows), error=error)
 
 
-def worst(errors: list[Damaged | FormatNotUnderstood]) -> int:
-    if not errors:
-        return 0
-    return max(error.exit_code for error in errors) if all(_newer(e) for e in errors) else Damaged.exit_code
-
-
-def _newer(error: RecoveryError) -> bool:
-    return isinstance(error, FormatNotUnderstood)
+def worst(errors: Sequence[RecoveryError]) -> RecoveryError | None:
+    """The one to name: that something is damaged matters more than that something is not understood."""
+    return next((error for error in errors if not isinstance(error, FormatNotUnderstood)), next(iter(errors), None))
 
 
 def _list_stores(below: list[Below], now: float) -> Answer:
@@ -139,7 +139,8 @@ def verify_(args: Namespace, now: float) -> Answer:
     progress = progress_on(sys.stderr, "verify") if args.read_data else None
     found = verify(place, segment_codec(), ledger_codec(), only=only, read_data=args.read_data, progress=progress)
     document = documents.verification(place, found)
-    return Answer(found.exit_code, [document], lambda screen: views.verification(screen, document))
+    show = partial(views.verification, document=document)
+    return Answer(found.exit_code, [document], show, error=found.not_understood)
 
 
 def _chosen(args: Namespace) -> tuple[Place, Choice]:

@@ -66,10 +66,17 @@ class Verification:
 
     @property
     def exit_code(self) -> int:
-        kinds = {finding.problem.kind for finding in self.findings}
-        if not kinds:
-            return 0
-        return FormatNotUnderstood.exit_code if kinds == {NOT_UNDERSTOOD} else Damaged.exit_code
+        if self.not_understood is not None:
+            return self.not_understood.exit_code
+        return Damaged.exit_code if self.findings else 0
+
+    @property
+    def not_understood(self) -> FormatNotUnderstood | None:
+        """What another version is needed for, if nothing else is wrong."""
+        if {finding.problem.kind for finding in self.findings} != {NOT_UNDERSTOOD}:
+            return None
+        first = self.findings[0].problem
+        return FormatNotUnderstood(first.message, hint=first.hint)
 
 
 def verify(
