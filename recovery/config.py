@@ -299,12 +299,13 @@ def to_yaml(config: Block) -> str:
     return forms.write_yaml(msgspec.to_builtins(config))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, rollout: bool = True) -> None:
     """One flag for every field of the two blocks: `--rollout-checkpointing-gym-mode`, `--rollout-on-stale`.
 
-    Values are checked with the rest of the configuration; a flag that is not given leaves no attribute.
+    Values are checked with the rest of the configuration; a flag that is not given leaves no attribute. Without
+    `rollout` the flags of that block are left out: a batch job has no use for them.
     """
-    for block in _FLAGGED:
+    for block in _FLAGGED if rollout else _FLAGGED[:1]:
         group = parser.add_argument_group(block.AT, block.__doc__)
         for leaf in forms.leaves(block):
             default = forms.write_yaml(leaf.field.default).strip()

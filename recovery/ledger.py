@@ -86,10 +86,6 @@ class Ledger:
         return self.segments.is_in_use(key)
 
     @property
-    def n_changed(self) -> int:
-        return len(self._changes)
-
-    @property
     def n_chunks(self) -> int:
         return self._n_chunks
 

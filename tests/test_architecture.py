@@ -37,7 +37,7 @@ CORE_FOR_BACKENDS = {
 }  # fmt: skip
 """What storage_backends may know of the core."""
 
-COMPOSITION_ROOTS = {"vllm_hooks.session", "vllm_hooks.opening", "vllm_hooks.ray_workers"}
+COMPOSITION_ROOTS = {"vllm_hooks.session", "vllm_hooks.opening"}
 """Where parts are chosen and joined (opening.py is the half of session.py that opens the store)."""
 
 EXTRA_IMPORTS = {"recovery.config": {"msgspec", "yaml"}, "recovery.config_forms": {"msgspec", "yaml"}}

@@ -304,3 +304,29 @@ def test_a_root_that_cannot_be_listed_is_said(
     monkeypatch.setattr(places.os, "scandir", refused)
     assert cli.main(["list", str(tmp_path)]) == 12
     assert "permission denied" in capsys.readouterr().err
+
+
+# ---- narrow terminals ----------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [40, 80, 132, 400])
+def test_a_wide_table_on_a_narrow_terminal_is_lines_of_their_own(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cell is cut or broken, no line is wider than the terminal, and every cell stands behind its head."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    heads = [f"head {n}" for n in range(12)]
+    rows = [[f"cell {row} of {n}" for n in range(12)] for row in range(3)]
+    Screen(stream).rows(heads, [*rows, ["9", *[""] * 10, "a reason"]])
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
+    assert max(map(len, lines)) <= columns
+    if columns == 400:
+        assert "─" in lines[1]
+    else:
+        for row in rows:
+            assert all(any(f"{head} {cell}" in line for line in lines) for head, cell in zip(heads, row, strict=True))
+        assert any(line.startswith("head 0 9") and "head 11 a reason" in line for line in lines)

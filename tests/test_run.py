@@ -163,7 +163,9 @@ def test_w1_w6_w14_signals_then_the_end_then_nothing_to_do(
             else:
                 job.signal_group(number)
             assert job.wait() == code, job.text
-            assert f"stopped by {number.name}; run the same command to continue" in job.text
+            assert re.search(
+                rf"stopped by {number.name}; the last snapshot was taken \([0-9]+\); run the same", job.text
+            )
             assert causes(tmp_path / "store")[0] == "final"
             figures.runs.append(job.figures())
     last = run(config, "last")

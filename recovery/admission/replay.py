@@ -167,11 +167,6 @@ class ReplaySource:
         self.saved = rollout
         self._acknowledged = {g: (r, d) for g, (r, d) in self._acknowledged.items() if r > rollout}
 
-    def replay_set(self, rollout: int) -> list[int]:
-        """(A42) The groups that a trainer at that rollout still has to see, of those before the cursor."""
-        late = [group for group, (when, _) in self._acknowledged.items() if when > rollout]
-        return sorted({*self._requeued, *self._outstanding, *late})
-
     def to_json(self) -> dict[str, Any]:
         """Everything a restore needs, whatever rollout the trainer comes back at."""
         epoch, offset = self._place(self._frontier)

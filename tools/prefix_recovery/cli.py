@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         help="serve /metrics for Prometheus: a port on loopback, or HOST:PORT; 0 takes a free port and prints it",
     )
     run.add_argument("--tally", type=Path, metavar="FILE", help="count tokens per sample in FILE (for measurements)")
-    configs.add_arguments(run)
+    configs.add_arguments(run, rollout=False)
     demo = add(
         "demo",
         "run, kill, continue and compare a job on a real model",
@@ -125,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("config", nargs="?", metavar="CONFIG")
     doctor.add_argument("--set", action="append", default=[], metavar="K=V", help="override a field, as for run")
-    configs.add_arguments(doctor)
+    configs.add_arguments(doctor, rollout=False)
     completion.add_verb(verbs, top.prog)
     return top
 

@@ -139,9 +139,11 @@ class _Run:
 
     def _stopped(self, n_missing: int, progress: Progress) -> int:
         assert self._signal is not None
-        progress.say(f"stopped by {self._signal.name}; run the same command to continue ({n_missing} to go)")
-        if self._captures and (self._last is None or self._last.verdict is not Verdict.PUBLISHED):
-            why = f"{self._last.step}: {self._last.error}" if self._last else "an earlier one still hangs"
+        last = self._last if self._captures else None
+        taken = last.snapshot if last is not None and last.verdict is Verdict.PUBLISHED else None
+        progress.say(saving.stopped_line(self._signal.name, n_missing, taken))
+        if self._captures and taken is None:
+            why = f"{last.step}: {last.error}" if last is not None else "an earlier one still hangs"
             progress.say(f"the last snapshot was not published ({why}); flushed tokens are kept all the same")
             return 1
         return 128 + int(self._signal)

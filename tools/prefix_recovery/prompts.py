@@ -125,6 +125,8 @@ def _parse(raw: bytes, number: int) -> Prompt:
         row = json.loads(text)
     except RecursionError as error:
         raise ValueError("the line is nested too deeply") from error
+    except json.JSONDecodeError as error:  # its own words count lines within the line
+        raise ValueError(f"the line is not JSON: {error.msg.lower()} at character {error.pos + 1}") from error
     except ValueError as error:
         raise ValueError(f"the line is not JSON: {error}") from error
     if not isinstance(row, dict):

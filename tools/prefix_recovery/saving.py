@@ -50,6 +50,12 @@ def undelivered_line(n_rows: int, output: str, *, stored: bool) -> str:
     return f"{n_rows} finished rows are not in {output}; the next run {then}"
 
 
+def stopped_line(signal: str, n_missing: int, snapshot: int | None) -> str:
+    """Said when a signal ended the run. `snapshot`: the last one, if it was published."""
+    taken = f"; the last snapshot was taken ({snapshot})" if snapshot is not None else ""
+    return f"stopped by {signal}{taken}; run the same command to continue ({n_missing} to go)"
+
+
 def _rejected(which: str, rejected: Mapping[str, int]) -> Iterator[str]:
     for reason, n in sorted(rejected.items()):
         yield f"{n} record{'s' if n > 1 else ''} {which} did not fit and {'are' if n > 1 else 'is'} not used: {reason}"

@@ -22,6 +22,7 @@ from snapshot_inspect.texts import age_text, count_text
 
 CAUSES = ("interval", "adoption", "final", "request")
 NOTES = (
+    "flushes between two snapshots leave no entry in the log: `latest` counts them",
     "a store does not know whether a process lives: an owner that is not fenced may be dead, hung or well",
     "holds on admission live in a process's memory and never reach the store: a running job tells them in its metrics "
     "(prefix_recovery_holds_active; prefix-recovery run CONFIG --metrics)",
@@ -106,7 +107,7 @@ def _owner(owner: Owner, after: Owner | None, now: float) -> Document:
 
 
 def shown(screen: Screen, document: Document) -> None:
-    heads = ("epoch", "owner", "claimed (UTC)", "age", "last heard of", "snapshots", "state")
+    heads = ("epoch", "owner", "claimed (UTC)", "age", "last log entry", "snapshots", "state")
     screen.rows(heads, [_row(owner) for owner in document["owners"]], frozenset({"epoch"}))
     screen.line()
     facts = []

@@ -69,7 +69,7 @@ class Screen:
         self._table(self._console, heads, cells, right)
 
     def _table(self, console: Console, heads: Sequence[str], rows: list[list[str]], right: frozenset[str]) -> None:
-        """Without the columns that are empty; wider than the terminal rather than folded into narrow columns."""
+        """Without the columns that are empty; if it is wider than the terminal, each row is a few lines of its own."""
         from rich.box import SIMPLE_HEAD
         from rich.measure import Measurement
         from rich.table import Table
@@ -81,10 +81,25 @@ class Screen:
             table.add_column(heads[i], justify="right" if heads[i] in right else "left", no_wrap=True)
         for row in rows:
             table.add_row(*(Text(row[i]) for i in shown))
-        width = console.width
-        console.width = max(width, Measurement.get(console, console.options.update(max_width=1 << 16), table).maximum)
-        console.print(table, soft_wrap=True)
-        console.width = width
+        if Measurement.get(console, console.options.update(max_width=1 << 16), table).maximum <= console.width:
+            console.print(table, soft_wrap=True)
+            return
+        for row in rows:
+            self._lines_of(console, [(heads[i], row[i]) for i in shown if row[i]])
+
+    def _lines_of(self, console: Console, cells: Sequence[Fact]) -> None:
+        """One row: its first cell, then the others behind their heads, broken only between two of them if possible."""
+        from rich.cells import cell_len
+        from rich.text import Text
+
+        (first, *rest), line, indent = cells, Text(), "    "
+        line.append(f"{first[0]} {first[1]}", "bold")
+        for head, cell in rest:
+            if line.cell_len + len(GAP) + len(head) + 1 + cell_len(cell) > console.width and line.plain.strip():
+                console.print(line, soft_wrap=True)
+                line = Text(indent[len(GAP) :])
+            line.append(GAP).append(head, "dim").append(f" {cell}")
+        console.print(line, soft_wrap=True)
 
     def _plain(self, heads: Sequence[str], rows: list[list[str]], right: frozenset[str]) -> None:
         table = [list(heads), *([cell or "-" for cell in row] for row in rows)]

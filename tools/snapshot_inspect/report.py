@@ -23,7 +23,7 @@ from snapshot_inspect.documents import COUNTS, Document, snapshot_fields
 from snapshot_inspect.holds import Owner
 from snapshot_inspect.places import Place
 from snapshot_inspect.render import Screen
-from snapshot_inspect.stats import call_figures, problem_notes, token_figures
+from snapshot_inspect.stats import call_figures, older_notes, problem_notes, token_figures
 from snapshot_inspect.survey import nothing_published
 from snapshot_inspect.texts import count_text, nbytes_text, seconds_text, utc_text
 from snapshot_inspect.timeline import REGENERATED, REUSED, FlushTimes, Life, Span, life_of
@@ -32,6 +32,11 @@ from snapshot_inspect.verify import Sound, Verification
 _ESTIMATED = (
     "times between two snapshots are estimated: a store holds no time but those of its log, and flushes are taken to "
     "have come evenly"
+)
+
+_UNKNOWN = (
+    "tokens that were decoded and not flushed when a run ended are in no store: how many of those were generated again "
+    "is not known"
 )
 
 
@@ -64,7 +69,7 @@ def report(place: Place, found: Verification, sound: Sound | None, owners: list[
         "snapshots": _snapshots(owners, begin, now),
         "versions": list(versions.values()),
         "calls": calls,
-        "notes": [_ESTIMATED, *problem_notes(found, place.address)],
+        "notes": [_ESTIMATED, _UNKNOWN, *problem_notes(found, place.address), *older_notes(found, sound)],
     }
 
 
@@ -94,6 +99,7 @@ def _epochs(owners: list[Owner], spans: Mapping[int, Span], lives: Iterable[Life
             "begin_s": _s(spans[owner.epoch].begin),
             "end_s": _s(ends[owner.epoch]),
             "killed": owner is not owners[-1] and not owner.ended,
+            "at_most_s": None if spans[owner.epoch].limit == math.inf else _s(spans[owner.epoch].limit),
             "snapshots": sum(slot.kind == "snapshot" for slot in owner.slots),
         }
         for owner in owners
@@ -183,9 +189,9 @@ def shown(screen: Screen, document: Document) -> None:
             str(epoch["epoch"]),
             epoch["owner"] or "unknown",
             f"+{seconds_text(epoch['begin_s'])}",
-            seconds_text(epoch["end_s"] - epoch["begin_s"]),
+            _lasted(epoch),
             str(epoch["snapshots"]),
-            "a kill" if epoch["killed"] else "itself" if epoch is not document["epochs"][-1] else "",
+            "killed or fenced" if epoch["killed"] else "itself" if epoch is not document["epochs"][-1] else "",
         ]
         for epoch in document["epochs"]
     ]
@@ -206,21 +212,34 @@ def shown(screen: Screen, document: Document) -> None:
     screen.facts(_facts(document, figures))
 
 
+def _lasted(epoch: Document) -> str:
+    """Who left no flush that a snapshot names is only known to have ended before the next one began."""
+    lasted = epoch["end_s"] - epoch["begin_s"]
+    if lasted >= 1 or not epoch["killed"]:
+        return seconds_text(lasted)
+    return f"< {seconds_text(max(1, epoch['at_most_s'] - epoch['begin_s']))}"
+
+
 def _facts(document: Document, figures: Document) -> list[tuple[str, str]]:
     sizes = f"{nbytes_text(figures['raw_nbytes'])} raw, {nbytes_text(figures['stored_nbytes'])} stored"
     life = f"{seconds_text(document['duration_s'])} since {document['begin_utc']}"
     return [
-        ("job", f"{life}; {count_text(figures['kills'], 'kill')}, {count_text(figures['snapshots'], 'snapshot')}"),
+        (
+            "job",
+            f"{life}; {count_text(figures['snapshots'], 'snapshot')}; "
+            f"{count_text(figures['kills'], 'epoch')} of {figures['epochs']} ended without a last one",
+        ),
+        ("figures of", f"snapshot {document['snapshot']}"),
         (
             "calls",
             f"{figures['calls']} ({figures['open']} open, {figures['ended']} ended), {figures['restored']} restored",
         ),
         ("tokens", f"{figures['tokens']} in {count_text(figures['chunks'], 'chunk')}; {sizes}"),
-        ("reused", f"{count_text(figures['tokens_reused'], 'token')} survived a kill"),
+        ("reused", f"{count_text(figures['tokens_reused'], 'token')} carried over from one epoch to a later one"),
         (
             "regenerated",
-            f"{count_text(figures['tokens_regenerated'], 'token')}; "
-            f"{figures['tokens_thrown_away']} were thrown away by restores",
+            f"{count_text(figures['tokens_regenerated'], 'token')} of calls that began again, for "
+            f"{figures['tokens_thrown_away']} that restores threw away",
         ),
         *(("note", note) for note in document["notes"]),
     ]

@@ -102,7 +102,7 @@ def stats(place: Place, found: Verification, sound: Sound | None) -> Document:
         "calls": call_figures(sound.ledger),
         "snapshots": _snapshots(found),
         "unfinished": found.leftovers.unfinished,
-        "notes": problem_notes(found, place.address),
+        "notes": [*problem_notes(found, place.address), *([] if sound is None else older_notes(found, sound))],
     }
 
 
@@ -110,6 +110,17 @@ def problem_notes(found: Verification, address: str) -> list[str]:
     if not found.findings:
         return []
     return [f"{count_text(len(found.findings), 'problem')} found: snapshot-inspect verify {shlex.quote(address)}"]
+
+
+def older_notes(found: Verification, sound: Sound) -> list[str]:
+    """Said where the figures are not those of the newest snapshot."""
+    newer = [state.id for state in found.snapshots if state.id > sound.snapshot.id]
+    if not newer:
+        return []
+    return [
+        f"the figures are those of snapshot {sound.snapshot.id}, the newest sound one: "
+        f"{count_text(len(newer), 'newer snapshot')} ({', '.join(map(str, newer[-4:]))}) cannot be used"
+    ]
 
 
 def _use(key: str, newest: Collection[str], adoptable: Collection[str], garbage: Collection[str]) -> str:

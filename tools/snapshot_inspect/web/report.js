@@ -94,9 +94,9 @@ function cards() {
     ["calls", f.calls, grouped(f.calls), `calls, ${grouped(f.ended)} ended`, "line"],
     ["open", f.open, grouped(f.open), "open calls", "new"],
     ["tokens", f.tokens, grouped(f.tokens), `tokens in ${grouped(f.chunks)} chunks`, "new"],
-    ["tokens_reused", f.tokens_reused, grouped(f.tokens_reused), `tokens survived a kill${share}`, "reused"],
-    ["tokens_regenerated", f.tokens_regenerated, grouped(f.tokens_regenerated), "tokens generated again", "regenerated"],
-    ["kills", f.kills, grouped(f.kills), f.kills === 1 ? "kill" : "kills", "kill"],
+    ["tokens_reused", f.tokens_reused, grouped(f.tokens_reused), `tokens carried over from an earlier epoch${share}`, "reused"],
+    ["tokens_regenerated", f.tokens_regenerated, grouped(f.tokens_regenerated), "tokens of calls that began again", "regenerated"],
+    ["kills", f.kills, grouped(f.kills), f.kills === 1 ? "epoch ended without a last snapshot" : "epochs ended without a last snapshot", "kill"],
     ["snapshots", f.snapshots, grouped(f.snapshots), "snapshots", "line"],
     ["stored_nbytes", f.stored_nbytes, size(f.stored_nbytes), `stored, ${size(f.raw_nbytes)} raw`, "bytes"],
   ];
@@ -163,7 +163,7 @@ function growth() {
   });
   image.addEventListener("mouseleave", hideTip);
   box.replaceChildren(image);
-  legend(byId("growth-legend"), [["tokens", "var(--new)"], ["bytes of segments", "var(--bytes)"], ["kill", "var(--kill)"], ["snapshots (ticks)", "var(--soft)"]]);
+  legend(byId("growth-legend"), [["tokens", "var(--new)"], ["bytes of segments", "var(--bytes)"], ["end without a last snapshot", "var(--kill)"], ["snapshots (ticks)", "var(--soft)"]]);
 }
 function short(n) {
   if (n >= 1e9) return `${(n / 1e9).toFixed(1)}G`;
@@ -272,7 +272,7 @@ function drawLanes() {
 }
 const runColour = (version) => (state.colour === "lag" ? lagColour(data.versions[version].lag) : versionColour(version));
 const LEGENDS = {
-  kind: () => [["new", "var(--new)"], ["reused: survived a kill", "var(--reused)"], ["generated again", "var(--regenerated)"], ["waiting", "var(--waiting)"], ["kill", "var(--kill)"]],
+  kind: () => [["new", "var(--new)"], ["carried over from an earlier epoch", "var(--reused)"], ["generated again", "var(--regenerated)"], ["waiting", "var(--waiting)"], ["end without a last snapshot", "var(--kill)"]],
   version: () => data.versions.slice(0, 12).map((v, i) => [versionName(i), versionColour(i)]),
   lag: () => [...new Set(data.versions.map((v) => v.lag))].sort((a, b) => a - b).slice(0, 12).map((lag) => [`lag ${lag}`, lagColour(lag)]),
 };
@@ -283,7 +283,7 @@ function callAt(event) {
 }
 function story(call) {
   const parts = [`${call.rollout}${call.turn ? `, turn ${call.turn}` : ""}`, `${call.state}${call.finish_reason ? ` (${call.finish_reason})` : ""}, ${grouped(call.tokens)} tokens`];
-  if (call.reused) parts.push(`${grouped(call.reused)} survived a kill`);
+  if (call.reused) parts.push(`${grouped(call.reused)} carried over`);
   if (call.thrown_away) parts.push(`${grouped(call.thrown_away)} thrown away, ${grouped(call.regenerated)} generated again so far`);
   const seen = [...new Set(call.runs.map((run) => run[4]))].map(versionName);
   if (seen.length) parts.push(`policy ${seen.join(", ")}${call.lag ? `, lag ${call.lag}` : ""}`);
@@ -345,7 +345,7 @@ function lists() {
   const n = "number";
   small(byId("epochs"), [["epoch", n], ["owner"], ["began", n], ["lasted", n], ["snapshots", n], ["ended by"]], data.epochs.map((e, i) => [
     [`${e.epoch}`, n], [e.owner || "unknown"], [`+${span(e.begin_s)}`, n], [span(e.end_s - e.begin_s), n], [`${e.snapshots}`, n],
-    e.killed ? ["a kill", "killed"] : [i < data.epochs.length - 1 ? "itself" : ""],
+    e.killed ? ["killed or fenced", "killed"] : [i < data.epochs.length - 1 ? "itself" : ""],
   ]));
   small(byId("versions"), [["version"], ["tokens", n], ["from", n], ["to", n], ["lag", n]], data.versions.map((v, i) => [
     [versionName(i)], [grouped(v.tokens), n], [`+${span(v.begin_s)}`, n], [`+${span(v.end_s)}`, n], [`${v.lag}`, n],
