@@ -29,6 +29,8 @@ def table(rows: Mapping[str, Row]) -> str:
     for name, row in sorted(rows.items()):
         kind = row.kind.value + (f" ({' or '.join(f'`{need}`' for need in row.needs)})" if row.needs else "")
         instead = f"{row.why}; {row.do}" if row.why else ""
+        if row.limit is not None:
+            instead = f"with more than {row.limit} restart-only: {instead}"
         if row.harmless:
             values = ", ".join(f"`{value}`" for value in row.harmless)
             instead = f"{instead} (not with {values})"

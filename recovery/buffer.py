@@ -46,6 +46,18 @@ class Run:
     logprobs: list[float] | None = None
     columns: dict[WideColumn, bytearray] = field(default_factory=dict)
 
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.token_ids)
+
+    def arrays(self, *, copy: bool = False) -> dict[str, Array]:
+        """The wide columns by name. Without a copy the run takes no more tokens."""
+        n = len(self.token_ids)
+        return {
+            column.name: np.frombuffer(bytes(values) if copy else values, column.type).reshape(column.shape(n))
+            for column, values in self.columns.items()
+        }
+
     def to_chunk(self) -> Chunk:
         """The run as arrays. Costs O(tokens): called off the event loop."""
         n = len(self.token_ids)
@@ -57,10 +69,7 @@ class Run:
             logprobs=None if self.logprobs is None else np.asarray(self.logprobs, dtype=np.float32),
             mask=np.ones(n, dtype=np.bool_),
             version=self.version,
-            columns={
-                column.name: np.frombuffer(values, column.type).reshape(column.shape(n))
-                for column, values in self.columns.items()
-            },
+            columns=self.arrays(),
         )
 
 
@@ -110,7 +119,7 @@ class TokenBuffer:
             run is None
             or run.version != version
             or (run.logprobs is None) != (logprobs is None)
-            or len(run.token_ids) + n > _tokens_max(wide)
+            or len(run.token_ids) + n > tokens_max(wide)
             or tuple(run.columns) != wide
         ):
             run = Run(self._call_id, self._attempt, self._end, version, [], None if logprobs is None else [])
@@ -125,6 +134,11 @@ class TokenBuffer:
         self._end += n
         self._n_pending += n
 
+    @property
+    def pending(self) -> Sequence[Run]:
+        """What the next freeze would take; not to be changed."""
+        return self._runs
+
     def freeze(self) -> list[Run]:
         """Everything appended since the last freeze; the buffer is empty afterwards."""
         frozen, self._runs = self._runs, []
@@ -132,7 +146,7 @@ class TokenBuffer:
         return frozen
 
 
-def _tokens_max(wide: tuple[WideColumn, ...]) -> int:
+def tokens_max(wide: tuple[WideColumn, ...]) -> int:
     """How many tokens one chunk may have with these columns."""
     if not wide:
         return MAX_TOKENS_PER_CHUNK

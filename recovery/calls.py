@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from recovery.buffer import Run, TokenBuffer
+from recovery.kept_columns import KeptColumns
 from recovery.model import MAX_TOKENS_PER_CHUNK, Array, CallId, Ended, Opened, PolicyVersion, Request
+from recovery.transcripts import ColumnRun
 
 Captured = Opened | Run | Ended
 
@@ -48,6 +50,7 @@ class LiveCall:
     __slots__ = (
         "_buffer",
         "_ended",
+        "_kept",
         "_opened",
         "_table",
         "attempt",
@@ -71,6 +74,7 @@ class LiveCall:
         self.version_spans: list[tuple[int, int, PolicyVersion]] = []
         """(start, end, version), contiguous over the transcript; a version is never changed afterwards."""
         self._buffer = TokenBuffer(call_id, attempt)
+        self._kept = KeptColumns()
         self._opened: Opened | None = None
         self._ended: Ended | None = None
         self.ended: Ended | None = None
@@ -87,6 +91,11 @@ class LiveCall:
     def n_pending(self) -> int:
         return self._buffer.n_pending
 
+    @property
+    def columns(self) -> Mapping[str, tuple[ColumnRun, ...]]:
+        """The wide columns of all tokens so far, a restored prefix included, as a Transcript has them."""
+        return self._kept.joined(self._buffer.pending)
+
     def append(
         self,
         token_ids: Sequence[int],
@@ -96,8 +105,8 @@ class LiveCall:
     ) -> None:
         """Take what one engine output carried; all of it or, with an error, none of it.
 
-        `columns`: wide columns by name, one row for each of `token_ids`. They go to the store, and to whoever reads it
-        (reading.Transcript); nothing of them is kept here once they are frozen.
+        `columns`: wide columns by name, one row for each of `token_ids`. They go to the store, and are kept here as
+        long as the call is.
 
         Raises ValueError, TypeError or OverflowError for what cannot be stored: found here, where it came in, and not
         when the run is written.
@@ -140,7 +149,7 @@ class LiveCall:
         self.settled = True
 
     def rewind(self, stored: StoredUpTo | None) -> None:
-        """Hand over again what `stored` lacks, but for wide columns, of which nothing is kept here.
+        """Hand over again what `stored` lacks.
 
         What is on its way to the store all the same is rejected there.
         """
@@ -149,11 +158,14 @@ class LiveCall:
         first = stored.n_tokens if stored is not None and stored.attempt == self.attempt else 0
         if stored is None or stored.attempt < self.attempt:
             self._opened = Opened(call_id=self.call_id, attempt=self.attempt, request=self.request)
+        self._kept.keep(self._buffer.freeze())
         self._buffer = TokenBuffer(self.call_id, self.attempt, first)
         for start, end, version in self.version_spans:
             for at, stop, with_logprobs in self._alike(max(start, first), end):
-                logprobs = self.transcript_logprobs[at:stop] if with_logprobs else None
-                self._buffer.append(self.transcript_ids[at:stop], logprobs, version)
+                for piece in self._kept.between(at, stop):
+                    own = slice(piece.start, piece.stop)
+                    logprobs = self.transcript_logprobs[own] if with_logprobs else None
+                    self._buffer.append(self.transcript_ids[own], logprobs, version, piece.columns)
         self._ended = self.ended
         self._table.changed(self)
 
@@ -169,7 +181,9 @@ class LiveCall:
         if self._opened is not None:
             taken.append(self._opened)
             self._opened = None
-        taken.extend(self._buffer.freeze())
+        frozen = self._buffer.freeze()
+        self._kept.keep(frozen)
+        taken.extend(frozen)
         if self._ended is not None:
             taken.append(self._ended)
             self._ended = None
@@ -205,6 +219,7 @@ class CallTable:
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         version_spans: Sequence[tuple[int, int, PolicyVersion]],
+        columns: Mapping[str, tuple[ColumnRun, ...]] | None = None,
     ) -> LiveCall:
         """A call that a restore brought back with this prefix; the ledger has it at this attempt already."""
         call = self._add(request, call_id, attempt)
@@ -212,6 +227,7 @@ class CallTable:
         call.transcript_ids.extend(token_ids)
         call.transcript_logprobs.extend(logprobs)
         call.version_spans.extend(version_spans)
+        call._kept = KeptColumns(columns)
         return call
 
     def _add(self, request: Request, call_id: CallId, attempt: int) -> LiveCall:

@@ -253,7 +253,7 @@ def _verify(
     wrong = missing_segments(store, {key: ledger.segment(key) for key in ledger.segments_in_use()})
     if wrong:
         raise wrong[0]
-    return loaded, read_transcripts(store, segments, ledger, (e for e in ledger if e.state == OPEN), columns=False)
+    return loaded, read_transcripts(store, segments, ledger, (e for e in ledger if e.state == OPEN))
 
 
 def restore(
@@ -300,7 +300,7 @@ def restore(
         open_entries = [entry for entry in ledger if entry.state == OPEN]
         transcripts = chosen.transcripts
         if adoption.segments:
-            transcripts = read_transcripts(store, segments, ledger, open_entries, columns=False)
+            transcripts = read_transcripts(store, segments, ledger, open_entries)
         for entry in open_entries:
             restored.calls.append(_plan(ledger, entry, transcripts[entry.call_id], stop, snapshot_id, exactness))
     restored.published = _publish(publication, states(restored), snapshot_id, fingerprint_hex, restored.snapshot)

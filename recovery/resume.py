@@ -115,8 +115,9 @@ def blocked_by(request: Request, stop: StopRules) -> str:
     What was written down at admission stands, unless it is only something that this engine may have and that one had
     not.
     """
-    if request.restart_only and resume_table.row(request.restart_only).kind is Kind.RESTART:
-        return request.restart_only
+    noted = resume_table.row(request.restart_only)
+    if request.restart_only and (noted.kind is Kind.RESTART or noted.limit is not None):
+        return request.restart_only  # past a limit, values were not kept (and once they never were)
     return hindrance(request.sampling, request.extra, stop)
 
 

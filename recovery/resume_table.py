@@ -21,6 +21,9 @@ from typing import Any
 GREEDY_BELOW = 1e-5
 """vLLM's own bound: below it the most likely token is taken and nothing is drawn."""
 
+TOP_LOGPROBS_MAX = 4096
+"""So many best tokens of a position can be kept (a row of a wide column)."""
+
 TRUE_SPLIT = "true_split"
 PREFIX_SAFE = "prefix_safe"
 POSITION_DRAWS = "position_draws"
@@ -56,7 +59,8 @@ class Kind(Enum):
 class Row:
     """One field. `how`: what makes it exact; `why`: what stands in the way without one of `needs`; `do`: advice.
 
-    `harmless` are values with which the field asks for nothing.
+    `harmless` are values with which the field asks for nothing. `limit`: the largest number for which a row is exact;
+    more, or less than 0, is restart-only because of `why`.
     """
 
     kind: Kind
@@ -65,6 +69,7 @@ class Row:
     why: str = ""
     do: str = ""
     harmless: tuple[Any, ...] = ()
+    limit: int | None = None
 
 
 def _exact(how: str) -> Row:
@@ -116,10 +121,13 @@ SAMPLING: Mapping[str, Row] = {
     "ignore_eos": _exact("looks at the last token only"),
     "max_tokens": _exact("reduced by what is saved"),
     "min_tokens": _exact("reduced by what is saved"),
-    "logprobs": _restart(
-        "only the sampled token's logprob of the prefix is kept",
-        "ask for `logprobs: 0`",
-        (None, 0),
+    "logprobs": Row(
+        kind=Kind.EXACT,
+        how="the best tokens of each saved position, their logprobs and the sampled token's rank are kept with it",
+        why="so many values for each token are not kept",
+        do="ask for fewer",
+        harmless=(None, 0),
+        limit=TOP_LOGPROBS_MAX,
     ),
     "prompt_logprobs": _exact(_PROMPT_ONLY),
     "prompt_logprob_token_ids": _restart("it needs the V2 runner, on which it was not tested", "use prompt_logprobs"),
@@ -238,13 +246,19 @@ _APART = frozenset(("temperature", "seed"))
 
 
 def _lacks(name: str, value: Any, abilities: frozenset[str]) -> bool:
-    return _in_the_way(name, abilities) and value not in row(name).harmless
+    if _in_the_way(name, abilities) or row(name).limit is not None:
+        return value not in row(name).harmless and (_in_the_way(name, abilities) or not _within(row(name), value))
+    return False
 
 
 @lru_cache(maxsize=1024)
 def _in_the_way(name: str, abilities: frozenset[str]) -> bool:
     of = row(name)
     return of.kind is Kind.RESTART or (of.kind is not Kind.EXACT and not abilities.intersection(of.needs))
+
+
+def _within(of: Row, value: Any) -> bool:
+    return of.limit is None or (isinstance(value, int) and 0 <= value <= of.limit)
 
 
 def drawn_alike(sampling: Mapping[str, Any], arguments: Iterable[str], abilities: frozenset[str]) -> bool:

@@ -76,7 +76,7 @@ def assemble(request: Request, chunks: Sequence[Chunk]) -> Transcript:
         slab.token_ids[chunk.start : chunk.stop] = chunk.token_ids
         slab.logprobs[chunk.start : chunk.stop] = np.nan if chunk.logprobs is None else chunk.logprobs
         slab.mask[chunk.start : chunk.stop] = chunk.mask
-    columns = _joined_columns((chunk.start, chunk.columns) for chunk in chunks)
+    columns = joined_columns((chunk.start, chunk.columns) for chunk in chunks)
     return Transcript(request, slab.token_ids, slab.logprobs, tuple(spans), columns, slab.mask)
 
 
@@ -233,7 +233,7 @@ class Gathering:
             slab, first = self._slabs[slab_of[owner]], in_slab[owner]
             own = slice(first, first + entry.n_tokens)
             wide = self._wide.get(owner)
-            columns = {} if wide is None else _joined_columns(sorted(wide, key=lambda piece: piece[0]))
+            columns = {} if wide is None else joined_columns(sorted(wide, key=lambda piece: piece[0]))
             found[entry.call_id] = Transcript(
                 request, slab.token_ids[own], slab.logprobs[own], spans[owner], columns, slab.mask[own]
             )
@@ -254,7 +254,7 @@ class Gathering:
         return spans
 
 
-def _joined_columns(pieces: Iterable[tuple[int, Mapping[str, Array]]]) -> dict[str, tuple[ColumnRun, ...]]:
+def joined_columns(pieces: Iterable[tuple[int, Mapping[str, Array]]]) -> dict[str, tuple[ColumnRun, ...]]:
     """`pieces`: the start of each chunk of a call and its wide columns, in order."""
     runs: dict[str, list[list[tuple[int, Array]]]] = {}
     for start, columns in pieces:

@@ -28,10 +28,19 @@ from recovery.snapshots import Snapshot, load
 from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.arrow_segments import ArrowSegmentCodec
-from vllm_hooks import RecoverableEngine, RecoverySession, surface
+from vllm_hooks import RecoverableEngine, RecoverySession, surface, top_logprobs
 from vllm_hooks.marks import SCHEME
 
 LogprobEntry = list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Logprob:
+    """As vLLM's, of which an import here would come before the engine's environment is set."""
+
+    logprob: float
+    rank: int | None
+
 
 KINDS = ("DELTA", "CUMULATIVE", "FINAL_ONLY", "PULLED")
 """What callers ask for; PULLED: FINAL_ONLY, with the session reading the engine's front end instead of streaming."""
@@ -40,7 +49,10 @@ PROMPT = [0, 262, 278, 198, 185, 506, 103, 35]
 
 @dataclass(slots=True)
 class Answer:
-    """What a caller was given in the end. `logprobs`: per token the (id, logprob) pairs, the sampled token's first."""
+    """What a caller was given in the end.
+
+    `logprobs`: per token the (id, logprob) pairs, the sampled token's first; `named`: rank and text of each of them.
+    """
 
     token_ids: list[int]
     text: str
@@ -48,6 +60,7 @@ class Answer:
     stop_reason: int | str | None
     cumulative_logprob: float | None
     logprobs: list[LogprobEntry] | None
+    named: list[list[tuple[int | None, str | None]]] | None
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[Any] | None
@@ -73,20 +86,23 @@ def greedy(max_tokens: int, kind: str = "FINAL_ONLY", **fields: Any) -> Any:
 async def answer_of(stream: AsyncIterator[Any], delta: bool, each: Callable[[Any], None] | None = None) -> Answer:
     """Read a stream to its end. Lists are copied as they come: the engine goes on writing into some of them."""
     ids: list[int] = []
-    text, logprobs, n, prompt_logprobs, output = "", None, 0, None, None
+    text, logprobs, named, n, prompt_logprobs, output = "", None, None, 0, None, None
     async for output in stream:
         n += 1
         if each is not None:
             each(output)
         completion = output.outputs[0]
         fresh = None if completion.logprobs is None else [_entry(item) for item in completion.logprobs]
+        names = None if completion.logprobs is None else [_names(item) for item in completion.logprobs]
         if delta:
             ids += completion.token_ids
             text += completion.text
             logprobs = None if fresh is None else (logprobs or []) + fresh
+            named = None if names is None else (named or []) + names
             prompt_logprobs = output.prompt_logprobs or prompt_logprobs
         else:
             ids, text, logprobs = list(completion.token_ids), completion.text, fresh
+            named = names
             prompt_logprobs = output.prompt_logprobs
     assert output is not None, "the stream had no output"
     completion = output.outputs[0]
@@ -97,6 +113,7 @@ async def answer_of(stream: AsyncIterator[Any], delta: bool, each: Callable[[Any
         stop_reason=completion.stop_reason,
         cumulative_logprob=completion.cumulative_logprob,
         logprobs=logprobs,
+        named=named,
         prompt=output.prompt,
         prompt_token_ids=list(output.prompt_token_ids),
         prompt_logprobs=None if prompt_logprobs is None else [p and _entry(p) for p in prompt_logprobs],
@@ -107,6 +124,10 @@ async def answer_of(stream: AsyncIterator[Any], delta: bool, each: Callable[[Any
 
 def _entry(position: Any) -> LogprobEntry:
     return [(int(token), float(value.logprob)) for token, value in position.items()]
+
+
+def _names(position: Any) -> list[tuple[int | None, str | None]]:
+    return [(value.rank, value.decoded_token) for value in position.values()]
 
 
 async def ask(engine: Any, prompt: Any, params: Any, name: str, **arguments: Any) -> Answer:
@@ -130,7 +151,9 @@ def assert_same(got: Answer, wanted: Answer, tolerance: float = 1e-6) -> None:
         assert [[token for token, _ in entry] for entry in got.logprobs] == [
             [token for token, _ in entry] for entry in wanted.logprobs
         ]
-        assert np.allclose(got.sampled, wanted.sampled, rtol=0, atol=tolerance)
+        assert got.named == wanted.named
+        values = [[[value for _, value in entry] for entry in one.logprobs] for one in (got, wanted)]
+        assert all(np.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(*values, strict=True))
     if wanted.cumulative_logprob is not None and got.cumulative_logprob is not None:
         assert abs(got.cumulative_logprob - wanted.cumulative_logprob) <= tolerance * max(1, len(wanted.token_ids))
 
@@ -204,8 +227,21 @@ async def put_cut(
     call = await session.admit(request, surface.stop_rules(engine))
     assert call.n_tokens == start
     if cut > start:
-        session.captured(call, whole.token_ids[start:cut], whole.sampled[start:cut])
+        ids, logprobs = whole.token_ids[start:cut], whole.sampled[start:cut]
+        session.captured(call, ids, logprobs, columns_of(params, whole, start, cut))
     session.left(call)
+
+
+def columns_of(params: Any, whole: Answer, start: int, cut: int) -> dict[str, Any] | None:
+    """The columns that a capture of these tokens has."""
+    n_top = top_logprobs.n_kept(params)
+    if n_top is None or whole.logprobs is None or whole.named is None:
+        return None
+    entries = [
+        {token: Logprob(value, rank) for (token, value), (rank, _) in zip(pairs, names, strict=True)}
+        for pairs, names in zip(whole.logprobs[start:cut], whole.named[start:cut], strict=True)
+    ]
+    return top_logprobs.columns_of(top_logprobs.positions_of(entries, 0, len(entries), n_top), n_top)
 
 
 async def store_with_cut(engine: Any, store: Path, name: str, params: Any, whole: Answer, cut: int) -> None:

@@ -67,7 +67,6 @@ def test_what_resumes_is_exact(engine: Any, on_loop: OnLoop[Any], tmp_path: Path
 RESTART_ONLY: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": 0.7}),
     ("routed_experts_prompt_start", {"routed_experts_prompt_start": 1}),
-    ("logprobs", {"logprobs": 2}),
 ]
 
 

@@ -60,7 +60,7 @@ def test_k4_characters_of_several_bytes_at_every_byte(engine: Any, text: str) ->
         for cut in range(1, len(ids) + 1):
             params = greedy(len(ids), kind, logprobs=None)
             prefix = array("i", ids[:cut]), array("f", [0.0] * cut)
-            assembly = Assembly(params, "r", PROMPT, None, tokenizer, *prefix)
+            assembly = Assembly(params, "r", PROMPT, None, tokenizer, *prefix, {})
             if cut == len(ids):
                 assert assembly.finished("length", None).outputs[0].text == text
                 continue

@@ -63,7 +63,7 @@ def test_a_row_says_what_is_needed(name: str) -> None:
     row = table.row(name)
     assert bool(row.how) == (row.kind is not Kind.RESTART)
     assert bool(row.needs) == (row.kind in (Kind.PLUGIN, Kind.DRAWN)) and set(row.needs) <= set(ABILITIES)
-    assert bool(row.why) == bool(row.do) == (row.kind is not Kind.EXACT)
+    assert bool(row.why) == bool(row.do) == (row.kind is not Kind.EXACT or row.limit is not None)
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -74,6 +74,11 @@ def test_a_field_alone(name: str) -> None:
     assert hindrance({**GREEDY, name: value}, (), ALL) == (name if row.kind is Kind.RESTART else "")
     for harmless in row.harmless:
         assert hindrance({**GREEDY, name: harmless}, (), NONE) == ""
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(1, ""), (4096, ""), (4097, "logprobs"), (-1, "logprobs")])
+def test_what_is_too_much_to_keep_is_restart_only(asked: int, expected: str) -> None:
+    assert hindrance({**GREEDY, "logprobs": asked}, (), NONE) == expected
 
 
 @pytest.mark.parametrize("name", ["a_field_of_next_year", "truncate_prompt_tokens", "best_of"])

@@ -72,6 +72,7 @@ class Admission:
             transcript.token_ids.tolist() if keep else (),
             transcript.logprobs.tolist() if keep else (),
             transcript.version_spans if keep else (),
+            transcript.columns if keep else {},
         )
         if entry.ended is not None:
             call.settle_as_ended(*entry.ended)

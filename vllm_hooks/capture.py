@@ -26,7 +26,7 @@ from recovery.calls import LiveCall
 from recovery.errors import CaptureDisagrees
 from recovery.model import FINISH_REASONS, Request
 from recovery.resume_table import DRAWS, GENERATOR_DRAWS, POSITION_DRAWS, is_greedy
-from vllm_hooks import surface
+from vllm_hooks import surface, top_logprobs
 from vllm_hooks.marks import SCHEME
 from vllm_hooks.outputs import Assembly
 from vllm_hooks.pull import Pulled, PullReader, can_pull
@@ -119,6 +119,7 @@ class RecoverableEngine:
             self._tokenizer,
             call.transcript_ids,
             call.transcript_logprobs,
+            call.columns,
         )
         if len(call.transcript_ids) and params.prompt_logprobs is not None:
             assembly.prompt_logprobs = await self._of_the_prompt(engine_input, params, request_id, arguments)
@@ -133,7 +134,8 @@ class RecoverableEngine:
             return
         if isinstance(plan, resume.Resume):
             engine_input = surface.token_prompt([*prompt_ids, *call.transcript_ids], like=engine_input)
-        pulled = self._session.pull(call, self._reader, request_id) if self._may_pull(params, plan) else None
+        n_top = self._n_kept(params)
+        pulled = self._session.pull(call, self._reader, request_id, n_top) if self._may_pull(params, plan) else None
         engine_params = surface.pulled_params(params) if pulled else surface.capturing_params(params)
         if isinstance(plan, resume.Resume):
             surface.resuming_params(engine_params, plan)
@@ -147,7 +149,7 @@ class RecoverableEngine:
                 try:
                     async for output in stream:
                         ended_here = assembly.settle(output)
-                        shaped = await self._take(call, pulled, output, assembly)
+                        shaped = await self._take(call, pulled, n_top, output, assembly)
                         if shaped is not None:
                             yield shaped
                         if ended_here:
@@ -190,14 +192,26 @@ class RecoverableEngine:
         n = len(call.transcript_ids)
         return resume.plan(call.request, n, call.transcript_ids[-1] if n else None, self._stop)
 
-    async def _take(self, call: LiveCall, pulled: Pulled | None, output: Any, assembly: Assembly) -> Any | None:
+    def _n_kept(self, params: Any) -> int | None:
+        n_top = top_logprobs.n_kept(params)
+        return None if n_top == 0 and not self._session.keeps_ranks else n_top
+
+    async def _take(
+        self, call: LiveCall, pulled: Pulled | None, n_top: int | None, output: Any, assembly: Assembly
+    ) -> Any | None:
         """One engine output: into the buffer first, then to the caller. No await before the buffer has it."""
         completion = output.outputs[0]
         if pulled is not None:
             self._session.captured(call, *pulled.rest(completion.token_ids, completion.logprobs))
         else:
-            logprobs = surface.sampled_logprobs(completion.token_ids, completion.logprobs)
-            self._session.captured(call, completion.token_ids, logprobs)
+            ids = completion.token_ids
+            logprobs = surface.sampled_logprobs(ids, completion.logprobs)
+            columns = None
+            if n_top is not None and ids:
+                columns = top_logprobs.columns_of(
+                    top_logprobs.positions_of(completion.logprobs, 0, len(ids), n_top), n_top
+                )
+            self._session.captured(call, ids, logprobs, columns)
         shaped = assembly.add(output)
         if completion.finish_reason in FINISH_REASONS:
             await self._session.terminal(call, completion.finish_reason, completion.stop_reason)

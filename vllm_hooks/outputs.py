@@ -14,9 +14,11 @@ Invariants:
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from typing import Any
 
-from vllm_hooks import surface
+from recovery.transcripts import ColumnRun
+from vllm_hooks import surface, top_logprobs
 
 REPETITION = ("repetition", "repetition_detected")
 """Finish and stop reason of a call that repeats itself, in vLLM's words."""
@@ -37,7 +39,9 @@ class Assembly:
         tokenizer: Any | None,
         prefix_ids: array[int],
         prefix_logprobs: array[float],
+        prefix_columns: Mapping[str, tuple[ColumnRun, ...]],
     ) -> None:
+        from vllm.logprobs import create_sample_logprobs
         from vllm.sampling_params import RequestOutputKind
 
         self._delta = params.output_kind == RequestOutputKind.DELTA
@@ -49,9 +53,10 @@ class Assembly:
         self.prompt_logprobs: Any = None
         self._ids: list[int] = list(prefix_ids)
         self._text = ""
-        self._logprobs: list[Any] = []
+        self._logprobs: Any = create_sample_logprobs(params.flat_logprobs)
         self._resumed = len(prefix_ids) > 0
-        self._prefix_logprob = float(sum(prefix_logprobs)) if self._resumed else 0.0
+        self._entries: top_logprobs.Entries | None = None
+        self._n_top = top_logprobs.n_kept(params) or 0
         self._unsent = len(self._ids)
         self._detokenizer = None
         self._undecoded: list[int] = []
@@ -61,7 +66,8 @@ class Assembly:
             self._detokenizer = surface.detokenizer(tokenizer, params, prompt_ids, request_id)
             self._undecoded = list(self._ids)
             if self._wants_logprobs:
-                self._logprobs = surface.logprob_entries(prefix_ids, prefix_logprobs, tokenizer)
+                self._entries = top_logprobs.Entries(params, tokenizer)
+                self._entries.add(top_logprobs.positions_from(prefix_ids, prefix_logprobs, prefix_columns, self._n_top))
 
     def begin(self) -> tuple[str, str] | None:
         """Whether the saved tokens already hold a stop string or a repetition: its finish and stop reason.
@@ -130,8 +136,10 @@ class Assembly:
         if output.prompt_logprobs:
             self.prompt_logprobs = output.prompt_logprobs
         self._text += text
-        if self._wants_logprobs and completion.logprobs is not None:
-            self._logprobs.extend(completion.logprobs)
+        if self._entries is not None:
+            self._entries.add(top_logprobs.positions_of(completion.logprobs, 0, len(fresh), self._n_top))
+        elif self._wants_logprobs and completion.logprobs is not None and not self._delta:
+            top_logprobs.extend(self._logprobs, completion.logprobs)
         if self._final_only and not output.finished:
             return None
         self._shape(output, completion, fresh, text)
@@ -140,8 +148,8 @@ class Assembly:
     def _shape(self, output: Any, completion: Any, fresh: list[int], text: str) -> None:
         if self._resumed:
             output.prompt_token_ids = self._prompt_ids
-            if completion.cumulative_logprob is not None:
-                completion.cumulative_logprob += self._prefix_logprob
+            if self._entries is not None:
+                completion.cumulative_logprob = self._entries.cumulative
         if self._delta:
             first = self._unsent
             self._unsent = 0
@@ -149,17 +157,21 @@ class Assembly:
             completion.text = text
             if self._resumed:
                 output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
-            if self._wants_logprobs:
-                completion.logprobs = self._logprobs if first else completion.logprobs
-                self._logprobs = []
+            if self._entries is not None:
+                completion.logprobs = self._entries.fresh()
         else:
             output.prompt_logprobs = self.prompt_logprobs
             completion.token_ids = list(self._ids)
             completion.text = self._text
-            completion.logprobs = list(self._logprobs) if self._wants_logprobs else None
+            completion.logprobs = self._all_logprobs()
         if not self._wants_logprobs:
             completion.logprobs = None
             completion.cumulative_logprob = None
+
+    def _all_logprobs(self) -> Any | None:
+        if self._entries is not None:
+            return self._entries.all
+        return self._logprobs[:] if self._wants_logprobs else None
 
     def finished(self, finish_reason: str, stop_reason: int | str | None) -> Any:
         """The last output of a call whose tokens all were saved: the engine is not asked again."""
@@ -173,8 +185,8 @@ class Assembly:
             index=0,
             text=self._text + text,
             token_ids=list(self._ids),
-            cumulative_logprob=self._prefix_logprob if self._wants_logprobs else None,
-            logprobs=self._logprobs if self._wants_logprobs else None,
+            cumulative_logprob=self._entries.cumulative if self._entries is not None else None,
+            logprobs=self._all_logprobs(),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )

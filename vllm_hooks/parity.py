@@ -89,7 +89,7 @@ class PullWatch:
     def compare(self, name: str, ids: list[int], logprobs: list[float]) -> None:
         if not self._reader.readable:
             return
-        read_ids, read_logprobs = self._reader.read(name, 0)
+        read_ids, read_logprobs, _ = self._reader.read(name, 0)
         if read_ids:  # a request that has finished is not there any more, and that is fine
             self._n_compared += 1
             n = len(ids)

@@ -16,20 +16,34 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from recovery.calls import LiveCall
 from recovery.errors import CaptureDisagrees
-from recovery.model import CallId
-from vllm_hooks import surface
+from recovery.model import Array, CallId
+from vllm_hooks import surface, top_logprobs
 
 POLL_S_MIN, POLL_S_MAX = 0.002, 0.02
 """How often the loop looks whether a flush is due; a look costs about a microsecond per live call."""
 
 TOKENS_PER_POLL = 2
 """The polling slows down or speeds up towards this many new tokens of a call between two looks."""
+
+
+Columns = Mapping[str, Array] | None
+
+
+class Taken(NamedTuple):
+    """Ids and sampled logprobs, and the columns of top_logprobs.py if they are kept."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    columns: Columns = None
+
+
+_NOTHING = Taken([], [])
 
 
 class PullReader:
@@ -44,36 +58,47 @@ class PullReader:
         names = ("request_states", "external_req_ids")
         return self._processor is not None and all(hasattr(self._processor, name) for name in names)
 
-    def read(self, request_id: str, start: int) -> tuple[list[int], list[float]]:
-        """Ids and sampled logprobs of a running request from token `start` on; empty if it is not running."""
+    def read(self, request_id: str, start: int, n_top: int | None = None) -> Taken:
+        """A running request from token `start` on; nothing if it is not running."""
         assert self._processor is not None
         internal = self._processor.external_req_ids.get(request_id, ())
         if len(internal) != 1:
-            return [], []
+            return _NOTHING
         state = self._processor.request_states.get(internal[0])
         if state is None or state.detokenizer is None or state.logprobs_processor is None:
-            return [], []
+            return _NOTHING
         ids = state.detokenizer.output_token_ids[start:]
-        logprobs = surface.sampled_logprobs_from(state.logprobs_processor.logprobs, ids, start)
-        return list(ids), logprobs
+        return _taken(ids, state.logprobs_processor.logprobs, start, n_top)
+
+
+def _taken(token_ids: Sequence[int], logprobs: Any, start: int, n_top: int | None) -> Taken:
+    values = surface.sampled_logprobs_from(logprobs, token_ids, start)
+    if n_top is None or not token_ids:
+        return Taken(list(token_ids), values)
+    positions = top_logprobs.positions_of(logprobs, start, start + len(token_ids), n_top)
+    return Taken(list(token_ids), values, top_logprobs.columns_of(positions, n_top))
 
 
 @dataclass(slots=True)
 class Pulled:
-    """A running call that is read instead of streamed; `taken` tokens of this engine request so far."""
+    """A running call that is read instead of streamed; `taken` tokens of this engine request so far.
+
+    `n_top`: see top_logprobs.n_kept.
+    """
 
     call: LiveCall
     reader: PullReader
     request_id: str
+    n_top: int | None
     taken: list[int]
 
-    def read(self) -> tuple[list[int], list[float]]:
+    def read(self) -> Taken:
         """What is new since the last read."""
-        ids, logprobs = self.reader.read(self.request_id, len(self.taken))
-        self.taken.extend(ids)
-        return ids, logprobs
+        fresh = self.reader.read(self.request_id, len(self.taken), self.n_top)
+        self.taken.extend(fresh.token_ids)
+        return fresh
 
-    def rest(self, token_ids: Sequence[int], logprobs: Any) -> tuple[list[int], list[float]]:
+    def rest(self, token_ids: Sequence[int], logprobs: Any) -> Taken:
         """What the engine's last output adds to what was read. Raises CaptureDisagrees."""
         start = len(self.taken)
         if list(token_ids[:start]) != self.taken:
@@ -83,16 +108,16 @@ class Pulled:
             )
         ids = list(token_ids[start:])
         self.taken.extend(ids)
-        return ids, surface.sampled_logprobs_from(logprobs, ids, start)
+        return _taken(ids, logprobs, start, self.n_top)
 
 
 class Polling:
     """All pulled calls of a session, and how often they are read. Runs on the event loop.
 
-    `captured(call, ids, logprobs)` takes what was read.
+    `captured(call, ids, logprobs, columns)` takes what was read.
     """
 
-    def __init__(self, captured: Callable[[LiveCall, list[int], list[float]], None]) -> None:
+    def __init__(self, captured: Callable[[LiveCall, list[int], list[float], Columns], None]) -> None:
         self._captured = captured
         self._pulled: dict[CallId, Pulled] = {}
         self._scheduled = self._closed = False
@@ -115,9 +140,9 @@ class Polling:
         most = 0
         for pulled in self._pulled.values():
             if pulled.call.ended is None:
-                ids, logprobs = pulled.read()
-                self._captured(pulled.call, ids, logprobs)
-                most = max(most, len(ids))
+                fresh = pulled.read()
+                self._captured(pulled.call, *fresh)
+                most = max(most, len(fresh.token_ids))
         return most
 
     def close(self) -> None:

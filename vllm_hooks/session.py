@@ -26,7 +26,7 @@ from recovery.config import CheckpointingConfig, effective_mode
 from recovery.coordinator import Attempt, Coordinator, InOneThread
 from recovery.errors import Fenced, InputError, ProgramError, RecoveryError
 from recovery.ledger import EndedAt
-from recovery.model import PolicyVersion, Request
+from recovery.model import Array, PolicyVersion, Request
 from recovery.participants import Participants
 from recovery.protocol import Verdict
 from recovery.restore import Restored, anything
@@ -67,6 +67,7 @@ class RecoverySession:
     `stored`: the calls that the store holds. `participants`: whose states go into every snapshot.
     `parity`: what the self-test saw, if there was one.
     `pulls`: set it where parity.self_test saw the pull capture agree; FINAL_ONLY requests are then read, not streamed.
+    `keeps_ranks`: set it to False where nobody looks at ranks: with `logprobs: 0` they are then not captured.
     `on_tokens`, if set, is told on the loop of each captured engine output: the call and its number of new tokens;
     `on_left` of each call whose stream is over.
     `on_attempt`, if set, is told in the coordinator's thread of each snapshot attempt.
@@ -83,6 +84,7 @@ class RecoverySession:
         self.source_digests: Mapping[str, str] = {}
         self._version = PolicyVersion()
         self.pulls = False
+        self.keeps_ranks = True
         self.parity = NOT_TESTED
         self.on_tokens: Callable[[LiveCall, int], None] | None = None
         self.on_left: Callable[[LiveCall], None] | None = None
@@ -253,11 +255,13 @@ class RecoverySession:
         self.stored.admitted()
         return await self.admission.admit(request, stop)
 
-    def captured(self, call: LiveCall, token_ids: Any, logprobs: list[float] | None) -> None:
+    def captured(
+        self, call: LiveCall, token_ids: Any, logprobs: list[float] | None, columns: Mapping[str, Array] | None = None
+    ) -> None:
         """Take one engine output into the call's buffer."""
         if not token_ids:
             return
-        call.append(token_ids, logprobs or None, self._version)
+        call.append(token_ids, logprobs or None, self._version, columns)
         self._n_captured += 1
         self.counters.tokens_captured += len(token_ids)
         if self.on_tokens is not None:
@@ -279,9 +283,9 @@ class RecoverySession:
         assert self.opened is not None
         return int(self.opened.entropy.hex(6), 16)
 
-    def pull(self, call: LiveCall, reader: PullReader, request_id: str) -> Pulled:
+    def pull(self, call: LiveCall, reader: PullReader, request_id: str, n_top: int | None) -> Pulled:
         """Read this call's tokens from the engine's front end, at cuts and now and then, from here on."""
-        return self._polling.add(Pulled(call, reader, request_id, []))
+        return self._polling.add(Pulled(call, reader, request_id, n_top, []))
 
     def pull_last(self, call: LiveCall) -> None:
         """Read what is there for the last time; harmless for a call that is streamed."""

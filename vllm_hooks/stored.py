@@ -76,7 +76,7 @@ class StoredCalls:
         part = publication.excerpt(wanted)
         while True:
             try:
-                return read_transcripts(self._opened.store, self._opened.segments, part, part, columns=False)
+                return read_transcripts(self._opened.store, self._opened.segments, part, part)
             except ObjectMissing:
                 # What these calls lay in may have been replaced and collected meanwhile; else it is damage.
                 before, part = part, publication.excerpt(wanted)

@@ -263,17 +263,6 @@ def sampled_logprobs_from(logprobs: Any, token_ids: Sequence[int], start: int) -
     return sampled_logprobs(token_ids, logprobs[start:end]) or []
 
 
-def logprob_entries(token_ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any | None) -> list[Any]:
-    """What the engine would have delivered for these tokens with `logprobs=0`; the rank is not kept."""
-    from vllm.logprobs import Logprob
-
-    texts = tokenizer.convert_ids_to_tokens(list(token_ids)) if tokenizer is not None else [None] * len(token_ids)
-    return [
-        {int(token): Logprob(float(value), None, text)}
-        for token, value, text in zip(token_ids, logprobs, texts, strict=True)
-    ]
-
-
 def detokenizer(tokenizer: Any | None, params: Any, prompt_ids: Sequence[int], request_id: str) -> Any:
     """vLLM's own incremental detokenizer, primed with the ORIGINAL prompt (spec: text across the joint)."""
     from types import SimpleNamespace

@@ -182,6 +182,7 @@ class _Run:
                 keeps_results=True,
                 reading=reading,
             )
+        session.keeps_ranks = False  # rows have none
         self._captured = lambda: session.counters.tokens_captured
         if self._metrics is not None:
             self._metrics.watch(session)
