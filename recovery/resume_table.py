@@ -93,7 +93,7 @@ _COUNTED = Row(
 _LEAVE_OUT = "leave it out"
 
 SAMPLING: Mapping[str, Row] = {
-    "n": _restart("the samples of one request cannot be told apart", "send them as calls of their own", (1,)),
+    "n": _exact("each sample is a call of its own, named `INDEX_REQUEST-ID`; its seed is the request's plus its index"),
     "presence_penalty": _COUNTED,
     "frequency_penalty": _COUNTED,
     "repetition_penalty": _exact("counts prompt and output alike"),
@@ -210,7 +210,6 @@ REQUEST: Mapping[str, Row] = {
 """Arguments of `generate`, what a prompt or `extra_args` may carry, and what an engine adds to every request."""
 
 UNCAPTURED: Mapping[str, str] = {
-    "n": "the samples of one request cannot be told apart; send them as calls of their own",
     "multi_modal_data": "processed features are not stored",
     "mm_kwargs": "processed features are not stored",
     "mm_processor_kwargs": "processed features are not stored",

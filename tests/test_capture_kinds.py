@@ -22,7 +22,6 @@ from tests.engine_runs import (
     put_cut,
     read_back,
 )
-from vllm_hooks.capture import drain
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_restart_only_calls_begin_again_after_an_abort_too(engine: Any, on_loop:
     on_loop(scenario())
 
 
-@pytest.mark.parametrize(("name", "fields"), [*RESTART_ONLY[:3], ("n", {"n": 2, "temperature": 1.0})])
+@pytest.mark.parametrize(("name", "fields"), RESTART_ONLY)
 def test_unresumable_refuse_names_the_field(
     engine: Any, on_loop: OnLoop[Any], tmp_path: Path, name: str, fields: dict[str, Any]
 ) -> None:
@@ -132,27 +131,6 @@ def test_unresumable_refuse_names_the_field(
                 await ask(wrapped, PROMPT, params, "r")
             assert len((await ask(wrapped, PROMPT, greedy(8), "fine")).token_ids) == 8
         assert set(read_back(tmp_path).entries) == {"fine"}
-
-    on_loop(scenario())
-
-
-def test_several_samples_of_one_request_pass_through(
-    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    """n > 1: the caller gets what the engine gives, nothing is captured, one warning for the kind."""
-    params = greedy(8, n=2, temperature=1.0, seed=5)
-
-    async def last(stream: Any) -> list[list[int]]:
-        return [list(completion.token_ids) for completion in (await drain(stream)).outputs]
-
-    async def scenario() -> None:
-        wanted = await last(engine.generate(PROMPT, params, "bare"))
-        async with capturing(engine, tmp_path) as (wrapped, session):
-            for i in range(3):
-                assert await last(wrapped.generate(PROMPT, params, f"r{i}")) == wanted
-            assert session.unresumable.uncaptured == {"n": 3}
-            assert session.counters.tokens_captured == 0
-        assert [w for w in recwarn if "a request with n is not captured" in str(w.message)].__len__() == 1
 
     on_loop(scenario())
 

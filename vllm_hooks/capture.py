@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+import copy
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from recovery import resume
@@ -26,7 +27,7 @@ from recovery.calls import LiveCall
 from recovery.errors import CaptureDisagrees
 from recovery.model import FINISH_REASONS, Request
 from recovery.resume_table import DRAWS, GENERATOR_DRAWS, POSITION_DRAWS, is_greedy
-from vllm_hooks import surface, top_logprobs
+from vllm_hooks import siblings, surface, top_logprobs
 from vllm_hooks.marks import SCHEME
 from vllm_hooks.outputs import Assembly
 from vllm_hooks.pull import Pulled, PullReader, can_pull
@@ -53,6 +54,7 @@ class RecoverableEngine:
         self._tokenizer = surface.tokenizer_of(engine)
         self._stop = session.unresumable.rules(surface.stop_rules(engine))
         self._reader = PullReader(engine)
+        self._siblings: dict[str, list[str]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -65,25 +67,57 @@ class RecoverableEngine:
         ids, engine_input, uncaptured = await surface.prompt_token_ids(
             self._engine, prompt, arguments.get("tokenization_kwargs")
         )
-        if not uncaptured and sampling_params.n != 1:
-            uncaptured = "n"
         if ids is None or uncaptured:
             session.unresumable.pass_through(request_id, uncaptured)
             async for output in self._engine.generate(prompt, sampling_params, request_id, **arguments):
                 yield output
             return
-        request = self._request(request_id, ids, sampling_params, arguments)
+        digest = session.source_digests.get(request_id, "")
+        if sampling_params.n == 1:
+            stream = self._one(ids, engine_input, sampling_params, request_id, arguments, digest)
+        else:
+            stream = self._samples(ids, engine_input, sampling_params, request_id, arguments, digest)
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                yield output
+
+    async def abort(self, request_id: str | Iterable[str], *rest: Any, **named: Any) -> None:
+        """As AsyncLLM.abort, also of a request with `n` above 1 by its own id."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        await self._engine.abort([name for one in ids for name in self._siblings.get(one, (one,))], *rest, **named)
+
+    async def _samples(
+        self, ids: Any, engine_input: Any, params: Any, request_id: str, arguments: dict[str, Any], digest: str
+    ) -> AsyncGenerator[Any, None]:
+        names = self._siblings[request_id] = siblings.sibling_ids(request_id, params.n)
+        streams = [
+            self._one(ids, copy.copy(engine_input), siblings.sibling_params(params, index), name, arguments, digest)
+            for index, name in enumerate(names)
+        ]
+        try:
+            stream = siblings.joined(streams, request_id, final_only=surface.is_final_only(params))
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    yield output
+        finally:
+            self._siblings.pop(request_id, None)
+
+    async def _one(
+        self, ids: Any, engine_input: Any, params: Any, request_id: str, arguments: dict[str, Any], digest: str
+    ) -> AsyncGenerator[Any, None]:
+        session = self._session
+        request = self._request(request_id, ids, params, arguments, digest)
         session.unresumable.admit(request)
         call = await session.admit(request, self._stop)
         try:
-            stream = self._captured(call, engine_input, sampling_params, request_id, arguments)
+            stream = self._captured(call, engine_input, params, request_id, arguments)
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     yield output
         finally:
             session.left(call)
 
-    def _request(self, request_id: str, ids: Any, params: Any, arguments: dict[str, Any]) -> Request:
+    def _request(self, request_id: str, ids: Any, params: Any, arguments: dict[str, Any], digest: str) -> Request:
         sampling = surface.sampling_fields(params)
         lora = arguments.get("lora_request")
         extra: dict[str, Any] = {"lora_request": lora.lora_name} if lora is not None else {}
@@ -96,7 +130,7 @@ class RecoverableEngine:
             sampling=sampling,
             extra=extra,
             restart_only=resume.hindrance(sampling, [*extra, *self._set_of(params, arguments)], self._stop),
-            source_digest=self._session.source_digests.get(request_id, ""),
+            source_digest=digest,
         )
 
     @staticmethod

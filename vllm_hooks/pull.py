@@ -166,6 +166,4 @@ class Polling:
 
 def can_pull(params: Any) -> bool:
     """Whether a request may be read instead of streamed."""
-    from vllm.sampling_params import RequestOutputKind
-
-    return params.output_kind == RequestOutputKind.FINAL_ONLY and not params.stop
+    return surface.is_final_only(params) and not params.stop

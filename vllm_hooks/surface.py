@@ -174,6 +174,13 @@ def pulled_params(params: Any) -> Any:
     return clone
 
 
+def is_final_only(params: Any) -> bool:
+    """Whether the caller wants one output, at the end."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return bool(params.output_kind == RequestOutputKind.FINAL_ONLY)
+
+
 def prompt_only_params(params: Any) -> Any:
     """For the logprobs of the prompt alone, of a call with saved tokens: one token is generated and thrown away."""
     from vllm import SamplingParams
