@@ -245,9 +245,8 @@ _APART = frozenset(("temperature", "seed"))
 
 
 def _lacks(name: str, value: Any, abilities: frozenset[str]) -> bool:
-    if _in_the_way(name, abilities) or row(name).limit is not None:
-        return value not in row(name).harmless and (_in_the_way(name, abilities) or not _within(row(name), value))
-    return False
+    of = row(name)
+    return (_in_the_way(name, abilities) or not _within(of, value)) and value not in of.harmless
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""`python -m tests.soak`: the protocol, the job, racing coordinators and the trainer of examples/rl, at random.
+"""`python -m tests.soak`: protocol, job, racing coordinators, the trainer of examples/rl, cut calls, at random.
 
 Schedules: random schedules of the protocol's own code on stores in memory (schedules.py), one after another.
 
@@ -10,6 +10,9 @@ Races: rounds of two coordinator processes of which one is stopped and woken (ra
 
 RL kills: the example examples/rl is killed at random (rl_soak.py).
 
+Parity: calls of every kind are cut and carried on (parity.py): in float32, in bfloat16 with the bit-exact settings,
+and, to be told and not to be judged, in bfloat16 without them.
+
 Owns: when a kill comes, the figures, the exit code: 0 only if nothing was lost, doubled or different, and all of it was
 achieved.
 Does not know: how a job runs. It starts `prefix-recovery run` as anybody would.
@@ -20,10 +23,12 @@ The same --seed gives the same jobs, plans of kills and rounds; where a moment h
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -219,12 +224,43 @@ def run_simulations(folder: Path, seed: int, n: int, deadline: float | None) -> 
     return done == n or deadline is not None
 
 
+def compare_cut_calls(folder: Path, seed: int, pairs: int, deadline: float | None) -> bool:
+    """Whether every call that was carried on is the call that would have been. Prints the figures."""
+    began = time.monotonic()
+    fine = True
+    for dtype, split, n in (("float32", "0", pairs), ("bfloat16", "0", pairs // 2), ("bfloat16", "1", pairs // 2)):
+        command = [sys.executable, "-m", "tests.parity", "--pairs", str(n), "--seed", str(seed), "--dtype", dtype]
+        if deadline is not None:
+            command += ["--seconds", str(max(1.0, deadline - time.monotonic()))]
+        environment = {**os.environ, "VLLM_CPU_ATTN_SPLIT_KV": split}
+        ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+        if not ran.stdout.strip():
+            print(f"PROBLEM: {' '.join(command[2:])} ended with code {ran.returncode}")
+            return False
+        found = json.loads(ran.stdout.splitlines()[-1])
+        gaps = [one["best_gap"] for one in found["different"] if one["best_gap"] is not None]
+        print(
+            f"parity, seed {seed}, {dtype}, split KV {'off' if split == '0' else 'on'}: {found['exact']} of "
+            f"{found['pairs']} pairs exact ({found['kinds']} kinds, {found['sampled']} sampled, "
+            f"{found['cut_thrice']} cut three times), largest logprob gap {found['largest_logprob_gap']:.2g}"
+            + (f", two best logits at most {max(gaps):.2g} apart where tokens part" if gaps else ""),
+            flush=True,
+        )
+        if split == "0":
+            for one in found["different"]:
+                print(f"PROBLEM: {one}")
+            fine = fine and found["exact"] == found["pairs"] and (found["pairs"] >= n or deadline is not None)
+    print(f"parity: {time.monotonic() - began:.0f} s", flush=True)
+    return fine
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50, help="of jobs; 0: none")
     parser.add_argument("--races", type=int, default=100, help="rounds of two coordinators; 0: none")
     parser.add_argument("--rl-kills", type=int, default=10, help="of the trainer of examples/rl; 0: none")
     parser.add_argument("--schedules", type=int, default=10_000, help="of the protocol simulation; 0: none")
+    parser.add_argument("--parity", type=int, default=232, help="cut calls that are carried on; 0: none")
     parser.add_argument("--seed", type=int, default=None, help="default: random, printed")
     parser.add_argument("--seconds", type=float, default=None, help="stop each part after so long, with what was done")
     parser.add_argument("--dir", type=Path, default=None, help="keep everything here (default: a temporary folder)")
@@ -238,6 +274,7 @@ def main() -> int:
         ("kills", kill_jobs, arguments.kills),
         ("races", race_coordinators, arguments.races),
         ("rl", kill_trainers, arguments.rl_kills),
+        ("parity", compare_cut_calls, arguments.parity),
     )
     for name, part, n in parts:
         if n:
