@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--seed") is None:
         config.option.seed = int.from_bytes(os.urandom(4), "little")
+    os.environ["PREFIX_RECOVERY_CACHE"] = ""  # every start tests its engine, and the user's cache is not touched
 
 
 def pytest_report_header(config: pytest.Config) -> str:

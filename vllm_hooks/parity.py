@@ -23,10 +23,22 @@ from vllm_hooks.pull import PullReader
 
 
 @dataclass(frozen=True, slots=True)
+class Divergence:
+    """A resumed call that went another way: its first different token, counted from the first one of the call.
+
+    `best_gap`: how far apart the two best logits were there, None if that is not known.
+    """
+
+    at: int
+    best_gap: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Parity:
     """What the self-test saw. `largest_gap`: largest |logprob difference| over tokens that agree.
 
     `pull_agrees`: at every delta, what pull.py reads began with what had been delivered, logprobs included.
+    `earlier`: seen at an earlier start of an engine like this one.
     """
 
     grade: str
@@ -34,6 +46,8 @@ class Parity:
     n_different: int
     largest_gap: float
     pull_agrees: bool
+    divergences: tuple[Divergence, ...] = ()
+    earlier: bool = False
 
 
 NOT_TESTED = Parity("statistical", 0, 0, 0.0, False)
@@ -67,16 +81,19 @@ async def self_test(engine: Any, *, n_calls: int = 4, n_tokens: int = 24, prompt
             for i, (prompt, cut) in enumerate(zip(prompts, cuts, strict=True))
         )
     )
-    different, gap, exact = 0, 0.0, True
-    for (ids, logprobs), (resumed_ids, resumed_logprobs), cut in zip(whole, rest, cuts, strict=True):
+    apart: list[Divergence] = []
+    gap, exact = 0.0, True
+    for (ids, logprobs, best), (resumed_ids, resumed_logprobs, _), cut in zip(whole, rest, cuts, strict=True):
         if ids[cut:] != resumed_ids:
-            different += 1
+            same = [one == other for one, other in zip(ids[cut:], resumed_ids, strict=False)]
+            at = cut + (same.index(False) if False in same else len(same))
+            apart.append(Divergence(at, best[at] if at < len(best) else None))
             continue
         gaps = [abs(a - b) for a, b in zip(logprobs[cut:], resumed_logprobs, strict=True)]
         gap = max(gap, *gaps)
         exact = exact and logprobs[cut:] == resumed_logprobs
-    grade = "statistical" if different else ("bitwise" if exact else "token")
-    return Parity(grade, n_calls, different, gap, watch.agrees)
+    grade = "statistical" if apart else ("bitwise" if exact else "token")
+    return Parity(grade, n_calls, len(apart), gap, watch.agrees, tuple(apart))
 
 
 class PullWatch:
@@ -110,19 +127,21 @@ async def _run(
     seed: int | None,
     *,
     flat: bool = False,
-) -> tuple[list[int], list[float]]:
-    """One call, streamed, greedy without a seed; `flat` chooses vLLM's other container of logprobs.
+) -> tuple[list[int], list[float], list[float | None]]:
+    """One call, streamed, greedy without a seed: ids, sampled logprobs, and how far apart the two best ones were.
 
-    Both containers are compared that way.
+    `flat` chooses vLLM's other container of logprobs; both are compared that way.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    most = int(engine.vllm_config.model_config.max_logprobs)
+    n_best = 2 if most < 0 else min(2, most)
     params = SamplingParams(
         temperature=0.0 if seed is None else 1.0,
         max_tokens=n_tokens,
         ignore_eos=True,
-        logprobs=0,
+        logprobs=n_best,
         flat_logprobs=flat,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -132,9 +151,13 @@ async def _run(
         surface.drawing_params(params, seed)
     ids: list[int] = []
     logprobs: list[float] = []
+    best: list[float | None] = []
     async for output in engine.generate(surface.token_prompt(prompt), params, name):
         delta = output.outputs[0]
         ids += delta.token_ids
         logprobs += surface.sampled_logprobs(delta.token_ids, delta.logprobs) or []
+        for position in delta.logprobs:
+            values = sorted((value.logprob for value in position.values()), reverse=True)
+            best.append(values[0] - values[1] if n_best == 2 else None)
         watch.compare(name, ids, logprobs)
-    return ids, logprobs
+    return ids, logprobs, best

@@ -16,9 +16,9 @@ from typing import Any
 from recovery.config import CheckpointingConfig, effective_mode
 from recovery.restore import anything
 from recovery.resume import StopRules
-from vllm_hooks import surface
+from vllm_hooks import parity_cache, surface
 from vllm_hooks.fingerprint import engine_fields
-from vllm_hooks.parity import NOT_TESTED, self_test
+from vllm_hooks.parity import NOT_TESTED, Parity, self_test
 from vllm_hooks.session import RecoverySession
 from vllm_hooks.unresumable import Unresumable
 from vllm_hooks.watching import Reading
@@ -27,6 +27,18 @@ from vllm_hooks.watching import Reading
 def rules_of(engine: Any, config: CheckpointingConfig) -> StopRules:
     """What ends a call in this engine, and what may be resumed on it as configured."""
     return Unresumable(config).rules(surface.stop_rules(engine))
+
+
+async def graded(engine: Any, fields: Mapping[str, Any]) -> Parity:
+    """What the self-test sees on this engine, or saw at an earlier start of one like it."""
+    where = parity_cache.folder()
+    key = parity_cache.key_of(engine, fields)
+    known = await asyncio.to_thread(parity_cache.load, key, where)
+    if known is not None:
+        return known
+    parity = await self_test(engine)
+    await asyncio.to_thread(parity_cache.store, key, parity, where)
+    return parity
 
 
 async def open_session(
@@ -47,16 +59,17 @@ async def open_session(
         config: the block `rollout_checkpointing`; with mode `off` nothing is done and the session captures nothing.
         must: further fields of which a difference refuses a restore, beside those of the engine.
         owner: who this is, for people.
-        test: run the parity self-test (seconds); without it resumes claim `statistical` and FINAL_ONLY is streamed.
+        test: run the parity self-test (seconds; once for engines that are alike: parity_cache.py). Without it
+            resumes claim `statistical` and FINAL_ONLY is streamed.
         keeps_results, reading, compatible: see RecoverySession.open.
 
     Raises RecoveryError and its kin: see recovery.errors for the exit codes.
     """
     if effective_mode(config) == "off":
         return RecoverySession(config, None)
-    parity = await self_test(engine) if test else NOT_TESTED
     rules = rules_of(engine, config)
     own, recorded = await asyncio.to_thread(engine_fields, engine, rules)
+    parity = await graded(engine, {**own, **recorded}) if test else NOT_TESTED
     session = await asyncio.to_thread(
         lambda: RecoverySession.open(
             config,

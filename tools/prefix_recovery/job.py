@@ -189,10 +189,14 @@ class _Run:
         parity, restored = session.parity, session.restored
         if parity.n_calls:
             progress.say(
-                f"self-test: {parity.n_calls - parity.n_different} of {parity.n_calls} resumed calls equal, "
+                f"self-test{' of an earlier start' if parity.earlier else ''}: "
+                f"{parity.n_calls - parity.n_different} of {parity.n_calls} resumed calls equal, "
                 f"largest logprob gap {parity.largest_gap:.2g}: resumes are {parity.grade}; "
                 f"capture by {'reading the front end' if parity.pull_agrees else 'streaming'}"
             )
+        for apart in parity.divergences:
+            gap = "" if apart.best_gap is None else f", where the two best logits were {apart.best_gap:.2g} apart"
+            progress.say(f"self-test: a resumed call went another way at token {apart.at}{gap}")
         counters = session.counters
         if restored is not None:
             for line in saving.restored_lines(restored, counters.calls_restored, counters.tokens_reused):
