@@ -9,7 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 
 import numpy as np
@@ -21,6 +22,7 @@ from snapshot_inspect.arrays import columns, floats
 from snapshot_inspect.calls import Call
 from snapshot_inspect.documents import Document
 from snapshot_inspect.places import Place
+from snapshot_inspect.rescore import Rescored
 
 Texts = tuple[str, str]
 """Prompt and generated text, if a tokenizer was given."""
@@ -103,3 +105,10 @@ def spans(mask: BoolArray) -> list[tuple[int, int, bool]]:
     """(start, end, value) of the runs of a mask."""
     bounds = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
     return [(start, end, bool(mask[start])) for start, end in pairwise(bounds) if start < end]
+
+
+def rescored(snapshot_id: int, found: Sequence[Rescored]) -> Document:
+    """Largest differences, the largest first; calls that were left out at the end."""
+    order = sorted(found, key=lambda one: (one.largest is None, -(one.largest or 0.0), one.rollout))
+    largest = max((one.largest for one in found if one.largest is not None), default=None)
+    return {"snapshot": snapshot_id, "largest": largest, "calls": [asdict(one) for one in order]}

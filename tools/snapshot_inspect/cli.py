@@ -120,6 +120,11 @@ def parser() -> argparse.ArgumentParser:
     one = add("verify", verbs.verify_, "snapshot-inspect verify runs/17 --snapshot latest --json")
     one.add_argument("--read-data", action="store_true", help="read every segment and check every token's digest")
     one.add_argument("--snapshot", metavar="ID", help="only this one (default: all)")
+    one.add_argument(
+        "--rescore",
+        metavar="MODEL",
+        help="start this model, score the calls' tokens once more, and compare the logprobs",
+    )
     one = add("calls", verbs.calls_, "snapshot-inspect calls runs/17 12 --state open")
     one.add_argument("id", metavar="ID", nargs="?", default="latest", help=_ID)
     one.add_argument("--state", choices=("open", "ended"), help="only these")

@@ -20,7 +20,7 @@ from recovery import pins
 from recovery.errors import Damaged, FormatNotUnderstood, NothingPublished, RecoveryError
 from recovery.model import ENDED, OPEN
 from recovery.snapshots import Snapshot
-from snapshot_inspect import call_documents, calls, documents, views
+from snapshot_inspect import call_documents, calls, documents, rescore, views
 from snapshot_inspect.documents import Document
 from snapshot_inspect.newest import Newest, newest
 from snapshot_inspect.parents import Below, side_by_side
@@ -139,8 +139,18 @@ def verify_(args: Namespace, now: float) -> Answer:
     progress = progress_on(sys.stderr, "verify") if args.read_data else None
     found = verify(place, segment_codec(), ledger_codec(), only=only, read_data=args.read_data, progress=progress)
     document = documents.verification(place, found)
+    if args.rescore is not None:
+        document["rescored"] = _rescored(place, found.restore_from if only is None else only, args.rescore)
     show = partial(views.verification, document=document)
     return Answer(found.exit_code, [document], show, error=found.not_understood)
+
+
+def _rescored(place: Place, snapshot_id: int | None, model: str) -> documents.Document:
+    choice = choose(place.store, position(place.store), "latest" if snapshot_id is None else str(snapshot_id))
+    loaded = calls.load_whole(place.store, ledger_codec(), choice.snapshot)
+    record = rescore.record_of(loaded.states.get("job"))
+    found = rescore.rescore(place.store, segment_codec(), loaded.ledger, record, model)
+    return call_documents.rescored(choice.snapshot.id, found)
 
 
 def _chosen(args: Namespace) -> tuple[Place, Choice]:

@@ -27,6 +27,10 @@ _MOST = 12
 """Names of one kind that are listed before `and n more`."""
 
 
+_MOST_APART = 10
+"""So many re-scored calls are shown, those furthest apart."""
+
+
 def snapshots(screen: Screen, rows: Sequence[Document]) -> None:
     heads = (
         "id",
@@ -187,6 +191,7 @@ def verification(screen: Screen, document: Document) -> None:
     if document["unfinished"]:
         facts.append(("unfinished", f"{count_text(document['unfinished'], 'file')} in .tmp"))
     facts += [("note", note) for note in document["notes"]]
+    facts += _rescored(document.get("rescored"))
     screen.facts(facts)
     for problem in document["problems"]:
         screen.line()
@@ -198,6 +203,17 @@ def verification(screen: Screen, document: Document) -> None:
         screen.line(f"What a restore takes now, and why: snapshot-inspect latest --check {store}")
         screen.line(f"What could be mended of the newest one: snapshot-inspect repair {store}")
     screen.line(f"{count_text(n, 'problem')} found" if n else "no problem found", "bold red" if n else "bold green")
+
+
+def _rescored(rescored: Document | None) -> list[Fact]:
+    if rescored is None:
+        return []
+    scored = [call for call in rescored["calls"] if call["largest"] is not None]
+    left = len(rescored["calls"]) - len(scored)
+    facts = [("rescored", f"{count_text(len(scored), 'call')} of snapshot {rescored['snapshot']}, {left} left out")]
+    facts += [(call["rollout"], f"{call['largest']:.3g} apart at token {call['at']}") for call in scored[:_MOST_APART]]
+    whys = sorted({call["skipped"] for call in rescored["calls"] if call["skipped"]})
+    return facts + [("left out", why) for why in whys]
 
 
 def _checked(checked: dict[str, int], read_data: bool) -> str:
