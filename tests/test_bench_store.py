@@ -15,6 +15,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from PIL import Image
 
 from bench import corpus, store, store_ways
 from bench.__main__ import main
@@ -56,6 +57,12 @@ def test_f3_all_parts_run_and_every_figure_is_there(tmp_path: Path) -> None:
     for words in ("seed 7", "cost of", "size of", "restore of", "today's ways", "(F3)", "bounds"):
         assert words in shown
     assert not list(tmp_path.glob("bench-store-*")), "its stores are removed"
+    picture = tmp_path / "cost.png"
+    assert main(["plot", str(file), str(picture)]) == 0
+    with Image.open(picture) as drawn:
+        assert drawn.format == "PNG" and drawn.width > drawn.height > 300
+        assert len(drawn.convert("RGB").getcolors()) > 5, "axes and each place"
+    assert picture.stat().st_size < 100_000
 
 
 def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,6 +225,12 @@ def test_w10_forgetting_makes_a_restore_take_the_older_one(root: Path, run: Run)
     assert json.loads(run("show", str(root), str(ids[0]), "--json")[1])["forgotten"] is None
     statuses = {s["id"]: s["status"] for s in json.loads(run("verify", str(root), "--json")[1])["snapshots"]}
     assert statuses[ids[-1]] == statuses[ids[-2]] == "forgotten"
+    assert run("verify", str(root), "--read-data")[0] == 0
+    counted = json.loads(run("stats", str(root), "--json")[1])["snapshots"]
+    assert counted["forgotten"] == 2
+    code, _, err = run("diff", str(root), str(ids[-3]), str(ids[-1]))
+    assert code == 0 and f"note: snapshot {ids[-1]} of {root} was forgotten" in err
+    assert f"snapshot {ids[-3]} of" not in err
     code, again = document(run, "forget", str(root), str(ids[-1]), "--apply")
     assert (code, again["forgotten"], again["already"], again["slot"]) == (0, [], [ids[-1]], None)
 

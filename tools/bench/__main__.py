@@ -17,6 +17,7 @@ from rich.console import Console
 
 from bench import __doc__ as about
 from bench import store
+from bench.plot import plot
 from bench.report import Report
 
 
@@ -30,7 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         verb.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
         verb.add_argument("--seed", type=int, help="of everything that is drawn (default: a new one)")
         verb.add_argument("--dir", type=Path, help="where stores are made (default: the temporary folder)")
+    of_plot = verbs.add_parser("plot", help="draw what `store --json` measured: the cost of snapshot k")
+    of_plot.add_argument("figures", type=Path, metavar="FILE.json")
+    of_plot.add_argument("picture", type=Path, metavar="FILE.png")
     options = parser.parse_args(argv)
+    if options.verb == "plot":
+        plot(options.figures, options.picture)
+        return 0
     parts = tuple(options.only.split(","))
     if unknown := set(parts) - set(store.PARTS):
         parser.error(f"there is no part {min(unknown)!r}; there are {', '.join(store.PARTS)}")

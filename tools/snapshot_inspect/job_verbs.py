@@ -17,7 +17,7 @@ from functools import partial
 from recovery.errors import ConfigError, Damaged, FingerprintMismatch
 from snapshot_inspect import calls, diff, doctor, explain, holds, page, plan, report, stats
 from snapshot_inspect.places import Place, is_config, ledger_codec, naming, open_place, segment_codec
-from snapshot_inspect.survey import Choice, choose, position
+from snapshot_inspect.survey import Choice, choose, is_forgotten, position
 from snapshot_inspect.verbs import Answer, notes_of, worst
 from snapshot_inspect.verify import structure
 
@@ -93,9 +93,13 @@ def _is_id(text: str) -> bool:
 
 
 def _side(place: Place, text: str) -> tuple[diff.Side, tuple[str, ...]]:
-    choice: Choice = choose(place.store, position(place.store), text)
+    at = position(place.store)
+    choice: Choice = choose(place.store, at, text)
     ledger = calls.read_ledger(place.store, ledger_codec(), choice.snapshot)
-    return diff.Side(place, choice.snapshot, ledger), notes_of(choice)
+    notes = notes_of(choice)
+    if is_forgotten(place.store, at.top, choice.snapshot.id):
+        notes += (f"snapshot {choice.snapshot.id} of {place.address} was forgotten: no restore takes it",)
+    return diff.Side(place, choice.snapshot, ledger), notes
 
 
 def stats_(args: Namespace, now: float) -> Answer:

@@ -267,6 +267,15 @@ def _numbered(store: ObjectStore, tail: int, seq: int) -> Snapshot | None:
     return None
 
 
+def is_forgotten(store: ObjectStore, top: int, seq: int) -> bool:
+    """Whether a slot after snapshot `seq` forgets it."""
+    forgotten: set[int] = set()
+    for item in snapshots(store, top, forgotten=forgotten):
+        if isinstance(item, Snapshot) and item.id <= seq:
+            break
+    return seq in forgotten
+
+
 def all_forgotten(forgotten: Collection[int]) -> NothingPublished:
     """What to say of a log in which every snapshot was forgotten."""
     return NothingPublished(
