@@ -6,6 +6,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 KILLS ?= 50
 RACES ?= 100
 SCHEDULES ?= 10000
+ROLLOUTS ?= 10000
 RL_KILLS ?= 10
 WORKERS ?= 2
 ARGS ?=
@@ -45,8 +46,8 @@ format: $(VENV)/ready  ## let ruff mend what it can
 browser:  ## install Chromium for the tests of the report page, where there is none (Debian, as root)
 	.ci/browser
 
-soak: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol, kill the real job KILLS=50 times, race coordinators RACES=100 times, kill the trainer RL_KILLS=10 times (0: leave out)
-	$(BIN)/python -m tests.soak --schedules $(SCHEDULES) --kills $(KILLS) --races $(RACES) --rl-kills $(RL_KILLS) $(ARGS)
+soak: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol and ROLLOUTS=10000 of a rollout, kill the real job KILLS=50 times, race coordinators RACES=100 times, kill the trainer RL_KILLS=10 times (0: leave out)
+	$(BIN)/python -m tests.soak --schedules $(SCHEDULES) --rollouts $(ROLLOUTS) --kills $(KILLS) --races $(RACES) --rl-kills $(RL_KILLS) $(ARGS)
 
 bench-store: $(VENV)/ready  ## measure the store: cost, size, restore, today's ways (12 minutes; ARGS=--quick: seconds)
 	$(BIN)/python -m bench store $(ARGS)

@@ -116,6 +116,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.dies = self.finished = False
+        self.counts: Counter[str] = Counter()
         self.lengths = self.durable.lengths
         self.groups = len(self.lengths)
         self.trained = list(self.durable.trained)
@@ -180,8 +181,10 @@ class World:
     def settle(self, verb: Any, lease: Lease) -> bool:
         try:
             verb(lease)
+            self.counts["leases settled"] += 1
             return True
         except SourceDown:
+            self.counts["settlements that failed"] += 1
             while self.rollout.reconcile():
                 pass
             return False
@@ -227,8 +230,10 @@ class World:
         assert not self.running(), "the engines are drained"
         await asyncio.sleep(self.rng.choice([0, 1]))
         if self.rng.random() < self.push_rate:
+            self.counts["updates that failed"] += 1
             raise Cut
         self.serving = target
+        self.counts["updates"] += 1
 
     def running(self) -> int:
         return len(self.rollout._tasks)
@@ -266,6 +271,7 @@ class World:
             if self.rng.random() < 0.2:
                 return False
             self.durable.states = states
+            self.counts["snapshots"] += 1
             return True
         finally:
             self.rollout.updates.release_cut()
@@ -284,6 +290,7 @@ class World:
                     assert not self.running(), "the engines are drained"
                     await asyncio.sleep(1)
                     assert not self.running(), "and stay so"
+                    self.counts["evaluations"] += 1
             except (DeadlinePassed, EnginesTorn):
                 pass
 
@@ -362,9 +369,9 @@ class World:
         assert Counter(self.trained) == expected, "every sample is trained exactly once"
 
 
-async def schedule(seed: object) -> None:
-    """One whole schedule: up to three lives, then the end."""
-    rng = random.Random(str(seed))
+async def schedule(seed: object) -> Counter[str]:
+    """One whole schedule: up to three lives, then the end. Returns what happened in it, counted."""
+    rng, counts = random.Random(str(seed)), Counter(schedules=1)
     executing = rng.choice([1, 2, 3])
     batch = rng.choice([1, 2])
     slots = max(batch, executing) + rng.choice([0, 1, 2])
@@ -386,7 +393,11 @@ async def schedule(seed: object) -> None:
             config = msgspec.structs.replace(config, async_buffer_max_groups=None)
         world = World(rng=rng, durable=durable, config=config, batch=batch, life=life, **faults)
         ends_after_s = rng.choice([2.0, 9.0, 25.0]) if life < rng.choice([0, 1, 2, 3]) else None
-        if await world.live(ends_after_s, rng.choice(["kill", "kill", "close", "die"])):
+        how = rng.choice(["kill", "kill", "close", "die"])
+        done = await world.live(ends_after_s, how)
+        counts.update(world.counts, lives=1)
+        if done:
             await world.close()
             world.check_trained()
-            return
+            return counts + Counter(trained=len(world.trained))
+        counts[f"ended by {how}"] += 1

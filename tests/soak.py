@@ -2,6 +2,8 @@
 
 Schedules: random schedules of the protocol's own code on stores in memory (schedules.py), one after another.
 
+Rollouts: random schedules of a trainer, an evaluator and snapshots on one rollout, with deaths (rollout_worlds.py).
+
 Kills: jobs of the tiny model run one after another. Each is killed several times: after a random number of decoded
 tokens, or at a random moment, which hits the start of the engine, the restore and the end too; then it runs to its end
 and every row is compared with an uninterrupted run. Kills of the client alone come in between.
@@ -40,6 +42,7 @@ from typing import Any
 from prefix_recovery.interrupted import JobFigures, compare
 from prefix_recovery.tiny import make_tiny_llama
 from storage_backends.testing import servers
+from tests import rollout_worlds, virtual_loop
 from tests.job_files import FLUSH, lines, rows_of, write_job
 from tests.job_processes import JobProcess, run, running, wait_until
 from tests.racing import Place, race
@@ -254,6 +257,23 @@ def compare_cut_calls(folder: Path, seed: int, pairs: int, deadline: float | Non
     return fine
 
 
+def run_rollouts(folder: Path, seed: int, n: int, deadline: float | None) -> bool:
+    """Whether no random schedule of a rollout lost, doubled or trained what is too old. A failure names its seed."""
+    began, first, done = time.monotonic(), seed % 10**9, 0
+    counts: Counter[str] = Counter()
+    while done < n and (deadline is None or time.monotonic() < deadline):
+        try:
+            counts += virtual_loop.run(rollout_worlds.schedule(first + done))
+        except BaseException as error:
+            error.add_note(f"SCHEDULE_SEED={first + done} SCHEDULES=1 pytest tests/test_rollout.py -k schedule")
+            raise
+        done += 1
+    print(
+        f"{done} schedules of a rollout from seed {first}: {dict(counts)}, {time.monotonic() - began:.0f} s", flush=True
+    )
+    return done == n or deadline is not None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50, help="of jobs; 0: none")
@@ -261,6 +281,7 @@ def main() -> int:
     parser.add_argument("--rl-kills", type=int, default=10, help="of the trainer of examples/rl; 0: none")
     parser.add_argument("--schedules", type=int, default=10_000, help="of the protocol simulation; 0: none")
     parser.add_argument("--parity", type=int, default=232, help="cut calls that are carried on; 0: none")
+    parser.add_argument("--rollouts", type=int, default=10_000, help="schedules of a rollout; 0: none")
     parser.add_argument("--seed", type=int, default=None, help="default: random, printed")
     parser.add_argument("--seconds", type=float, default=None, help="stop each part after so long, with what was done")
     parser.add_argument("--dir", type=Path, default=None, help="keep everything here (default: a temporary folder)")
@@ -271,6 +292,7 @@ def main() -> int:
     fine = True
     parts = (
         ("schedules", run_simulations, arguments.schedules),
+        ("rollouts", run_rollouts, arguments.rollouts),
         ("kills", kill_jobs, arguments.kills),
         ("races", race_coordinators, arguments.races),
         ("rl", kill_trainers, arguments.rl_kills),

@@ -13,12 +13,13 @@ Invariants:
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from prefix_recovery.model_folder import sync
 
 ANCHOR = "anchor.json"
 _PREFIX, _WRITING = "rollout-", ".writing-"
@@ -62,21 +63,13 @@ class Checkpoints:
         write(writing)
         (writing / ANCHOR).write_text(json.dumps(asdict(anchor)), encoding="utf-8")
         for path in (*writing.iterdir(), writing):
-            _sync(path)
+            sync(path)
         before_rename()
         writing.rename(target)
-        _sync(self._folder)
+        sync(self._folder)
         for old in self._whole()[:-2]:
             shutil.rmtree(old.rename(old.with_name(f"{_WRITING}old")))
         return target
 
     def _whole(self) -> list[Path]:
         return sorted(self._folder.glob(f"{_PREFIX}*"))
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

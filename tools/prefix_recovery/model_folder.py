@@ -173,9 +173,9 @@ def make_folder(target: Path, recipe: Mapping[str, Any], fill: Callable[[Path], 
             sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
             write_json(folder / RECIPE, {**recipe, "files": sizes})
             for path in [*folder.iterdir(), folder]:
-                _sync(path)
+                sync(path)
             _rename(folder, target, recipe)
-            _sync(target.absolute().parent)
+            sync(target.absolute().parent)
     except OSError as error:
         hint = "give a folder where you may write and where there is room"
         raise ConfigError(f"cannot make {target}: {error.strerror or error}", hint=hint) from error
@@ -227,7 +227,8 @@ def _locked(folder: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """A file's bytes, or a folder's names, are on the disk when it returns."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
