@@ -201,6 +201,9 @@ REQUEST: Mapping[str, Row] = {
         why="the engine has custom logits processors, and what they make of a prefix in the prompt is not known",
         do="derive them from `vllm_hooks.logits.PrefixSafe`",
     ),
+    "enable_return_routed_experts": _restart(
+        "the engine returns the experts of every token, and those of the prefix are not kept", "start it without"
+    ),
     "kv_transfer_params": _restart("the cache is another engine's", _LEAVE_OUT),
     "ec_transfer_params": _restart("the cache is another engine's", _LEAVE_OUT),
     "lora_request": _restart("the adapter's weights are not part of the fingerprint", "serve a merged model"),

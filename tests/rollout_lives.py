@@ -131,6 +131,7 @@ class JobLife:
             lineage=f"e{self.life.log.epoch}",
         )
         participants.add(self.rollout.participant)
+        assert not self.rollout._source.spent(self.known()), "V18: what is trained, or drawn anew, has no prefix"
 
     def serve(self, version: PolicyVersion) -> None:
         self.serving = version
@@ -143,6 +144,9 @@ class JobLife:
             return None
         versions = frozenset(version for _, _, version in back.transcript.version_spans)
         return Prefix(len(back.transcript.token_ids), versions)
+
+    def known(self) -> Any:
+        return tuple(self.back)
 
     def forget(self, request_ids: Any) -> None:
         for name in request_ids:

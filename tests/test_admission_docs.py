@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "admission.md").read_text(encoding="utf-8")
-LINES = dict(re.findall(r"(?m)^\| ([AM]\d+) \|(.*)$", PAGE))
+LINES = dict(re.findall(r"(?m)^\| ([AVM]\d+) \|(.*)$", PAGE))
 TESTS = "\n".join(
     path.read_text(encoding="utf-8")
     for path in sorted((ROOT / "tests").glob("*.py"))
@@ -19,8 +19,8 @@ TESTS = "\n".join(
 
 
 def test_every_line_of_the_contract_is_on_the_page_once() -> None:
-    found = re.findall(r"(?m)^\| ([AM]\d+) \|", PAGE)
-    assert found == [f"A{n}" for n in range(1, 71)] + [f"M{n}" for n in range(1, 35)]
+    found = re.findall(r"(?m)^\| ([AVM]\d+) \|", PAGE)
+    assert found == [f"A{n}" for n in range(1, 71)] + [f"V{n}" for n in range(1, 19)] + [f"M{n}" for n in range(1, 35)]
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -158,6 +158,7 @@ def test_an_attempt_that_was_given_up_still_hands_over_its_records() -> None:
 
 
 def test_a_restored_prefix_is_part_of_the_transcript_and_not_written_again() -> None:
+    """V4: with the logprobs it was sampled with."""
     table = CallTable()
     spans = [(0, 2, V0)]
     call = table.carry_on(request("r0"), name("r0"), 2, [1, 2], [-0.5, -0.25], spans)
@@ -171,6 +172,7 @@ def test_a_restored_prefix_is_part_of_the_transcript_and_not_written_again() -> 
 
 
 def test_b20_spans_join_where_the_version_is_the_same_and_only_there() -> None:
+    """V3: the version is given with each output, by whom it was delivered."""
     table = CallTable()
     call = opened(table, "r0")
     for number, n in ((3, 2), (3, 1), (5, 4), (5, 0), (6, 0), (3, 1)):
@@ -195,7 +197,7 @@ def test_what_does_not_end_a_call_leaves_it_resumable(reason: str | None) -> Non
     ("ids", "logprobs"), [([1, 2**31], None), ([1, None], None), ([1, 2], [-0.5, None]), ([1, 2], [-0.5])]
 )
 def test_b5_an_output_that_cannot_be_stored_leaves_no_part_of_itself(ids: list, logprobs: list | None) -> None:
-    """Tokens, logprobs and transcript never come apart, whatever comes in."""
+    """V2: tokens, logprobs and transcript never come apart, whatever comes in."""
     table = CallTable()
     call = opened(table, "r0")
     call.append([7], [-0.5], V0)

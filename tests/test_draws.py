@@ -47,6 +47,7 @@ def hashed(low: int, high: int, n: int) -> np.ndarray:
 
 @pytest.mark.parametrize("pair", [(0, 0), (7, 20), ((1 << 48) - 1, 131072), (-3, 5)])
 def test_the_noise_is_the_written_function(pair: tuple[int, int]) -> None:
+    """V16: of seed and position alone, so that a resumed call draws what it would have drawn."""
     low, high = keys(*pair)
     tail = np.minimum((hashed(low, high, 4096) + 0.5) * 2.0**-31, 1 - 2.0**-24)
     expected = -np.log(-np.log1p(-tail))

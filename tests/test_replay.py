@@ -114,6 +114,16 @@ class ReplayMachine(RuleBasedStateMachine):
         assert {g: r for g, *_, r in state["acknowledged"]} == {g: r for g, r in self.done.items() if r > self.saved}
         assert state["cursor"]["sample_frontier"] == 2 * self.new
 
+    @invariant()
+    def v18_what_is_trained_or_drawn_anew_is_spent_and_nothing_else(self) -> None:
+        if not hasattr(self, "source"):
+            return
+        drawn = {(g, d): f"p{g}/1.{d}" if d else f"p{g}/1" for g in range(N) for d in range(self.draws[g] + 2)}
+        due = {g: self.draws[g] for g in (*self.waiting, *self.out)}
+        expected = {name for (g, d), name in drawn.items() if g < self.new and d < due.get(g, 99)}
+        foreign = ["an evaluation", "p0", "p0/x", "p0/1.x", "q/1", "/1", ""]
+        assert sorted(self.source.spent([*drawn.values(), *foreign])) == sorted(expected)
+
 
 TestReplayMachine = ReplayMachine.TestCase
 TestReplayMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)

@@ -62,6 +62,7 @@ def asked(n: int, max_tokens: int) -> int:
 
 
 def test_b2_three_resumes_of_one_request_sum_to_its_budget() -> None:
+    """V8: counted over all attempts."""
     assert run([5, 11, 17], 40) == 40
 
 
@@ -166,6 +167,15 @@ def test_what_admission_noted_stands_unless_it_was_the_engines_lack(noted: str, 
 def test_what_an_engine_does_to_every_request_blocks_every_call() -> None:
     decided = plan(10, stop=able(TRUE_SPLIT, blocked_by="logits_processors"), max_tokens=64)
     assert isinstance(decided, Restart) and decided.reason.startswith("logits_processors: the engine has custom")
+
+
+def test_v15_where_a_router_s_experts_are_wanted_a_call_begins_again() -> None:
+    replay = "enable_return_routed_experts"
+    for decided in (
+        plan(10, stop=able(TRUE_SPLIT, blocked_by=replay), max_tokens=64),
+        plan(10, stop=able(TRUE_SPLIT), max_tokens=64, routed_experts_prompt_start=4),
+    ):
+        assert isinstance(decided, Restart) and "experts" in decided.reason and "not kept" in decided.reason
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"temperature": 0.7, "seed": 3}])

@@ -83,5 +83,5 @@ def test_a42_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
 
 def test_the_task_has_a_heavy_tail_and_a_reward_that_counts() -> None:
     lengths = sorted(row["max_tokens"] for row in rows(64, 8, 200))
-    assert lengths[-1] == 200 and lengths[32] < 30 and len({row["id"] for row in rows(64, 8, 200)}) == 64
+    assert lengths[-1] == 200 and lengths[32] < 40 and len({row["id"] for row in rows(64, 8, 200)}) == 64
     assert reward("ab C1") == 0.4 and reward("") == 0.0

@@ -550,6 +550,9 @@ class Saved:
     def of(self, request_id: str) -> Prefix | None:
         return self.found.get(request_id)
 
+    def known(self) -> Sequence[str]:
+        return tuple(self.found)
+
     def forget(self, request_ids: Sequence[str]) -> None:
         self.forgotten += request_ids
 
@@ -573,6 +576,22 @@ async def test_v12_v17_v18_a_prefix_that_is_too_old_sends_its_whole_group_to_a_n
     assert counted["rollout/fully_async/tokens_regenerated"] == 50
     assert counted["fully_async/count/stale_rejected"] == counted["fully_async/count/stale_requeued"] == 1
     await one.close()
+
+
+@on_virtual_time
+async def test_v18_a_restore_forgets_what_is_saved_of_trained_groups_and_old_draws() -> None:
+    before = rollout(4, samples=1, max_executing_groups=1, completed_prefetch_groups=1)
+    before.start()
+    before.commit(await batch_of(before))
+    before.roll_back(await batch_of(before))
+    states = before.state.states()
+    await before.close()
+    some = Prefix(5, frozenset({PolicyVersion("a", 0)}))
+    saved = Saved(p0_0=some, p1_0=some, **{"p1_0.1": some, "p1_0.2": some}, p2_0=some, p3_0=some, evaluation=some)
+    after = rollout(4, samples=1, prefixes=saved)
+    after.restore(states, rollout=1, version=0, lineage="b")
+    assert saved.forgotten == ["p0/0", "p1/0"], "no draw that may come, nothing of others"
+    await after.close()
 
 
 @on_virtual_time

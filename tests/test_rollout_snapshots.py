@@ -309,6 +309,9 @@ class Saved:
     def of(self, request_id: str) -> Prefix | None:
         return Prefix(5, frozenset({PolicyVersion("a", 1)})) if request_id == "p1/0" else None
 
+    def known(self) -> Any:
+        return ("p1/0",)
+
     def forget(self, request_ids: Any) -> None:
         pass
 

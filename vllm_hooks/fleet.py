@@ -67,7 +67,12 @@ class LoopFleet:
         self._on_loop(self._session.barriers.lower_fence, _UNDO_TIMEOUT_S, undo=True)
 
     def prepare(self, timeout_s: float) -> Mapping[str, bytes]:
-        states = self._on_loop(self._session.participants.states, timeout_s)
+        def states_now() -> Mapping[str, bytes]:
+            states = self._session.participants.states()
+            self._session.stored.due()  # in the same step: what is forgotten later is still owned in these states
+            return states
+
+        states = self._on_loop(states_now, timeout_s)
         self._session.stored.sweep()
         return states
 

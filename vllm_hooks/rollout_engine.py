@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from recovery import resume
@@ -81,6 +81,9 @@ class RolloutEngine:
             return None
         versions = frozenset(version for _, _, version in call.transcript.version_spans)
         return Prefix(len(call.transcript.token_ids), versions)
+
+    def known(self) -> Collection[str]:
+        return tuple(self._call_ids)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

@@ -26,6 +26,7 @@ class StoredCalls:
         self._opened = opened
         self._dropping = True
         self._forgotten: set[CallId] = set()
+        self._due: set[CallId] = set()
 
     @property
     def _ledger(self) -> Ledger:
@@ -55,14 +56,19 @@ class StoredCalls:
         """Drop the call when `sweep` finds it; on the loop."""
         self._forgotten.add(call_id)
 
+    def due(self) -> None:
+        """What was forgotten up to this step goes with the next `sweep`; on the loop."""
+        self._due |= self._forgotten
+        self._forgotten = set()
+
     def sweep(self) -> None:
-        """Drop what was forgotten and has arrived in the ledger. In the coordinator's thread, whose ledger it is."""
+        """Drop what is due and has arrived in the ledger. In the coordinator's thread, whose ledger it is."""
         assert self._opened is not None
-        found = [call_id for call_id in list(self._forgotten) if self._ledger.get(call_id) is not None]
+        found = [call_id for call_id in self._due if self._ledger.get(call_id) is not None]
         with self._opened.publication.lock:
             for call_id in found:
                 self._ledger.drop(call_id)
-        self._forgotten.difference_update(found)
+        self._due.difference_update(found)
 
     def admitted(self) -> None:
         """From here on the ledger is the coordinator's."""

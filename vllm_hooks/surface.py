@@ -93,6 +93,8 @@ def stop_rules(engine: Any) -> StopRules:
         ids.insert(0, -1)  # the first place is the engine's own end-of-sequence id, and it has none
     abilities = abilities_of(engine)
     blocked = "" if PREFIX_SAFE in abilities else "logits_processors"
+    if getattr(getattr(engine.vllm_config, "aux_output_config", None), "enable_return_routed_experts", False):
+        blocked = "enable_return_routed_experts"
     reasoning = getattr(engine.vllm_config, "reasoning_config", None)
     thinking_end = tuple(getattr(reasoning, "reasoning_end_token_ids", None) or ())
     return StopRules(tuple(ids), int(config.max_model_len), abilities, blocked, thinking_end)

@@ -36,6 +36,9 @@ class Prefixes(Protocol):
     def of(self, request_id: str) -> Prefix | None:
         """What is saved of that request; None if nothing is."""
 
+    def known(self) -> Collection[str]:
+        """Every request of which anything is saved, a whole answer too."""
+
     def forget(self, request_ids: Sequence[str]) -> None:
         """(V18) Trained, or requeued pristine: nobody asks for them again; they go with a next snapshot."""
 
@@ -43,6 +46,9 @@ class Prefixes(Protocol):
 class _None:
     def of(self, request_id: str) -> Prefix | None:
         return None
+
+    def known(self) -> Collection[str]:
+        return ()
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """There is nothing to forget."""

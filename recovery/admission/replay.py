@@ -19,7 +19,7 @@ Invariants (numbers are those of docs/admission.md):
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -128,7 +128,7 @@ class ReplaySource:
         if row is None:
             return None
         row_id = str(row["id"])
-        name = f"{row_id}@{epoch}" if epoch else row_id
+        name = _name(row_id, epoch)
         drawn = f".{draws.draw}" if draws.draw else ""
         samples = tuple(
             Sample(row_id=row_id, group_index=group, sample_index=i, request_id=f"{name}/{i}{drawn}", row=dict(row))
@@ -142,6 +142,29 @@ class ReplaySource:
             stale=draws.stale,
             aborted=draws.aborted,
         )
+
+    def spent(self, request_ids: Collection[str]) -> list[str]:
+        """(V18) Those that name a sample of a group before the cursor, but of no draw that may still be trained.
+
+        What names no such group is not this source's, or not drawn yet, and is left alone. So is a later draw than the
+        one to be replayed: a life that died made it after its last snapshot, and its name may be used again.
+        """
+        named: dict[str, list[tuple[str, int]]] = {}
+        for one in request_ids:
+            name, _, drawn = one.rpartition("/")
+            index, _, draw = drawn.partition(".")
+            if index.isdigit() and (draw or "0").isdigit():
+                named.setdefault(name, []).append((one, int(draw or 0)))
+        found = []
+        for group in range(self._frontier if named else 0):
+            epoch, offset = self._place(group)
+            row = self._rows.row(self._index(epoch, offset))
+            outstanding = self._outstanding.get(group)
+            due = outstanding[1] if outstanding is not None else self._requeued.get(group)
+            for request_id, drawn_as in named.pop(_name(str(row["id"]), epoch) if row is not None else "", ()):
+                if due is None or drawn_as < due.draw:
+                    found.append(request_id)
+        return found
 
     def _place(self, group: int) -> tuple[int, int]:
         return divmod(group, self._rows.size) if self._rows.size else (0, group)
@@ -246,3 +269,8 @@ class ReplaySource:
             raise Damaged(f"the cursor of the data source contradicts itself: {cursor}")
         if rollout < state["saved"]:
             raise FingerprintMismatch(f"rollout {rollout} is older than {state['saved']}, up to which all is forgotten")
+
+
+def _name(row_id: str, epoch: int) -> str:
+    """Of a group; its requests begin with it."""
+    return f"{row_id}@{epoch}" if epoch else row_id

@@ -136,6 +136,7 @@ class FullyAsyncRollout:
         Raises FingerprintMismatch or Damaged, with nothing changed.
         """
         self.state.restore(states, rollout=rollout, version=version, lineage=lineage)
+        self._prefixes.forget(self._source.spent(self._prefixes.known()))
         self.on_version(self.version)
 
     def start(self) -> None:
