@@ -112,7 +112,7 @@ class JobLife:
         self.life.fleet.participants = participants  # type: ignore[attr-defined]
         self.back = {call.entry.identity.rollout: call for call in self.life.restored.calls}
         self.serving = PolicyVersion()
-        self.newest = 0
+        self.newest, self.pushed = 0, PolicyVersion()
         self.trained: list[tuple[str, int, tuple[int, ...]]] = []
         self.rollout = FullyAsyncRollout(
             ReplaySource(IterableRows(job.rows), samples_per_prompt=job.samples),
@@ -244,8 +244,10 @@ class JobLife:
 
     async def push(self, version: PolicyVersion) -> None:
         await asyncio.sleep(1)
+        self.pushed = version
 
     async def save(self, rollout: int, version: PolicyVersion) -> None:
+        assert version == self.pushed == self.serving, "what is saved is what was pushed"
         trainer = self.job.trainer
         trainer.rollout, trainer.version, trainer.trained = rollout, version.number, list(self.trained)
         await asyncio.sleep(1)
