@@ -21,13 +21,15 @@ from tests.rl_lives import ROOT, live, trained
 ARGUMENTS = ["--prompts", "10", "--samples", "2", "--longest", "90", "--snapshot-interval", "0.5"]
 
 
-def test_killed_within_a_push_and_while_generating_every_sample_is_trained_once(quick_path: Path) -> None:
-    folder = quick_path / "rl"
-    first = live(folder, ARGUMENTS, die_at="weights_loaded:4")
+def test_killed_within_a_push_and_while_generating_every_sample_is_trained_once(
+    quick_path: Path, tiny_model: Path
+) -> None:
+    folder, arguments = quick_path / "rl", ["--model", str(tiny_model), *ARGUMENTS]
+    first = live(folder, arguments, die_at="weights_loaded:4")
     assert first.killed, first.text
-    second = live(folder, ARGUMENTS, kill_when=lambda text: "\nrollout " in text)
+    second = live(folder, arguments, kill_when=lambda text: "\nrollout " in text)
     assert second.killed, second.text
-    last = live(folder, ARGUMENTS)
+    last = live(folder, arguments)
     assert last.returncode == 0, last.text
     found = last.figures
     assert found["lost"] == found["doubled"] == found["open_leases"] == 0 and found["trained"] == 20
@@ -36,10 +38,15 @@ def test_killed_within_a_push_and_while_generating_every_sample_is_trained_once(
     # Known lengths, known samples: what the uninterrupted run trains, each once.
     expected = Counter((f"p{i:03d}", s, rows(10, 8, 90)[i]["max_tokens"]) for i in range(10) for s in range(2))
     assert trained(folder) == expected
-    again = live(folder, ARGUMENTS)
+    again = live(folder, arguments)
     assert again.returncode == 0 and again.figures["trained"] == 20, "nothing is left to do, and nothing is done"
-    other = live(folder, [*ARGUMENTS, "--batch", "3"])
+    other = live(folder, [*arguments, "--batch", "3"])
     assert other.returncode == 2 and "begun with other arguments" in other.text
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    refused = live(tmp_path / "rl", ["--model", str(tmp_path / "nowhere")])
+    assert refused.returncode == 2 and "is no model folder" in refused.text
 
 
 def test_the_help_teaches_every_moment() -> None:

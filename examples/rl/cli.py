@@ -67,7 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--dir", type=Path, required=True, help="where everything is kept; a folder of its own")
-    add("--model", choices=("tiny", "smollm2"), default="tiny", help="a random Llama of 0.3 M weights, or SmolLM2-135M")
+    add(
+        "--model",
+        default="tiny",
+        help="tiny: a random Llama of 0.2 M weights; smollm2: SmolLM2-135M; or a model folder",
+    )
     add("--prompts", type=int, default=24, help="rows of the task (default %(default)s)")
     add("--samples", type=int, default=4, help="answers to each prompt: a group (default %(default)s)")
     add("--batch", type=int, default=2, help="groups of an optimizer step (default %(default)s)")
@@ -84,7 +88,10 @@ def _job(arguments: argparse.Namespace) -> Job:
     folder: Path = arguments.dir
     folder.mkdir(parents=True, exist_ok=True)
     _check_same(folder / "job.json", {key: value for key, value in vars(arguments).items() if key != "dir"})
-    make = make_tiny_llama if arguments.model == "tiny" else make_smollm2
+    made = {"tiny": make_tiny_llama, "smollm2": make_smollm2}.get(arguments.model)
+    model = Path(arguments.model) if made is None else made(folder / "model")
+    if not (model / "config.json").exists():
+        raise ConfigError(f"{model} is no model folder", hint="use tiny, smollm2, or a folder with a config.json")
     rollout = RolloutConfig(
         max_policy_version_lag=arguments.max_policy_version_lag,
         max_executing_groups=4,
@@ -98,7 +105,7 @@ def _job(arguments: argparse.Namespace) -> Job:
     )
     return Job(
         folder=folder,
-        model=make(folder / "model"),
+        model=model,
         loop=LoopConfig(rollout_checkpointing=snapshots, rollout=rollout),
         prompts=arguments.prompts,
         samples=arguments.samples,
@@ -112,9 +119,12 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 def _check_same(path: Path, given: dict[str, Any]) -> None:
     text = json.dumps(given, indent=1)
-    if path.exists() and path.read_text(encoding="utf-8") not in (text, ""):
+    if not path.exists():
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    if path.read_text(encoding="utf-8") != text:
         raise ConfigError(
             f"{path} was begun with other arguments than these",
             hint="give those in it, or another --dir",
         )
-    path.write_text(text, encoding="utf-8")
