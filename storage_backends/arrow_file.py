@@ -1,13 +1,13 @@
 """Arrow IPC files taken apart message by message, with every size bounded before Arrow allocates.
 
-Owns: writing a file and saying where its batches lie; finding them again; reading one batch safely.
+Owns: writing a file and saying where its batches lie; finding them again; reading them safely, several at a time.
 Does not know: columns' meaning, records, ledgers.
 
 Invariants:
 1. A file is: magic, schema message, batch messages, end mark, footer. Exactly the messages that were measured are
    what Arrow is given; the footer is for other readers.
 2. Before Arrow decompresses a batch, the sum of what its buffers claim to become is at most BATCH_BYTES_MAX.
-3. A batch is used only after `validate(full=True)`; without it some mangled batches abort the process.
+3. Batches are used, and joined, only after `validate(full=True)`; without it some mangled batches abort the process.
 4. Whatever the bytes are, only Damaged and FormatNotUnderstood are raised. MemoryError is let through: after rule 2
    it means that this machine is short of memory, not that the store is damaged.
 """

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from recovery import codec
 from recovery.model import CallId, Chunk, PolicyVersion, Request
+from recovery.records import Records
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
@@ -117,6 +118,36 @@ def test_chunk_digest_is_as_documented(tokens: list[int], start: int, lineage: s
 
 NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B", "uint16": "H", "uint32": "I"}
 NUMBERS |= {"uint64": "Q", "float16": "e", "float32": "f", "float64": "d", "bool": "?"}
+
+
+def test_chunks_of_any_length_that_lie_end_to_end_have_the_digest_of_each() -> None:
+    """Long ones are hashed in pieces, short ones are not; some have no logprobs."""
+    rng = np.random.default_rng(5)
+    chunks, expected = [], []
+    for n in (1, 255, 510, 511, 512, 513, 2046, 2047, 2048, 5000):
+        for has_logprobs in (False, True):
+            tokens = rng.integers(-(2**31), 2**31, n).tolist()
+            logprobs = rng.normal(size=n).astype(np.float32).tolist() if has_logprobs else None
+            mask = (rng.random(n) < 0.5).tolist()
+            chunk = chunk_of(tokens, logprobs, mask, start=7 * n, version=PolicyVersion("b", n))
+            floats = b"" if logprobs is None else struct.pack(f"<{n}f", *logprobs)
+            chunks.append(chunk)
+            expected.append(
+                sha16(
+                    b"prefix-recovery chunk 1\0"
+                    + chunk.call_id
+                    + u64(7 * n)
+                    + lp(b"b")
+                    + u64(n)
+                    + u64(n)
+                    + int32s(tokens)
+                    + (b"\1" if has_logprobs else b"\0")
+                    + floats
+                    + bytes(mask)
+                )
+            )
+    assert [codec.chunk_digest(chunk) for chunk in chunks] == expected
+    assert Records.of(chunks).digests.tolist() == expected
 
 
 @given(
