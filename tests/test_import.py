@@ -265,6 +265,20 @@ def test_n1_a_huge_folder_is_refused_after_a_glance(
     assert ran.code == 2 and re.search(f"{root} is not empty: Photo [0-9]+ lies there, among more than [0-9]+", ran.err)
 
 
+@pytest.mark.usefixtures("s3_environment")
+def test_n1_a_huge_prefix_is_refused_after_one_page_of_its_list(
+    moto: Server, fresh_prefix: Callable[[], str], file: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = fresh_prefix()
+    for number in range(6):
+        moto.client.put_object(Bucket=BUCKET, Key=f"{prefix}/Photo {number}", Body=b"?")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto.url)
+    monkeypatch.setattr("storage_backends.s3.PAGE_KEYS", 5)
+    monkeypatch.setattr("storage_backends.s3.S3Store.list", lambda *_: pytest.fail("listed whole"))
+    ran = run("import", file, f"s3://{BUCKET}/{prefix}")
+    assert ran.code == 2 and "is not empty: Photo 0 lies there, among more than 5 others" in ran.err, ran
+
+
 def test_a_root_that_is_only_marked_is_taken(file: Path, run: Run, tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     make_root(LocalStore(tmp_path / "b"), SeededEntropy())

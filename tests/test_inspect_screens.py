@@ -26,7 +26,7 @@ import pytest
 from recovery.errors import CredentialsRefused, Damaged, ObjectMissing, StoreUnavailable
 from recovery.ports import ObjectStore
 from snapshot_inspect import cli, places
-from snapshot_inspect.texts import error_text
+from snapshot_inspect.texts import error_text, filled
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import PASS, CountingStore, FaultyStore, RaiseBefore, ReadOnlyStore
 from tests import inspect_stores as stores
@@ -325,6 +325,13 @@ def test_the_text_of_an_error_shows_no_escaped_line_ends() -> None:
     """What is quoted (the many lines of a YAML parser) is set in, and begins no line of ours."""
     assert error_text("a\nerror: b\n\n  c\x1b", "d\ne") == "error: a\n  error: b\n    c\\x1b\n  d\n  e"
     assert str(Damaged("what", hint="how")) == "what (how)"
+
+
+def test_a_hint_names_what_was_typed_and_leaves_longer_words_alone() -> None:
+    hint = "set AWS_PROFILE, or: snapshot-inspect import FILE STORE"
+    assert filled(filled(hint, "FILE", "a b"), "STORE", r"\1") == (
+        "set AWS_PROFILE, or: snapshot-inspect import 'a b' '\\1'"
+    )
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from prefix_recovery import __doc__ as _about
 from recovery import config as configs
 from recovery.errors import RecoveryError
 from snapshot_inspect import completion
-from snapshot_inspect.texts import error_text
+from snapshot_inspect.texts import error_text, filled
 
 _EXAMPLES = """\
 examples:
@@ -140,8 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run_verb(arguments)
     except RecoveryError as error:
-        store = shlex.quote(arguments.store) if "store" in arguments else "STORE"
-        print(error_text(error.message, error.hint.replace("STORE", store)), file=sys.stderr)
+        hint = filled(error.hint, "STORE", arguments.store) if "store" in arguments else error.hint
+        print(error_text(error.message, hint), file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130

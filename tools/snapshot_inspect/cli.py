@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import textwrap
 import time
@@ -37,7 +36,7 @@ from snapshot_inspect.newest import newest
 from snapshot_inspect.places import open_place
 from snapshot_inspect.render import Screen
 from snapshot_inspect.survey import position
-from snapshot_inspect.texts import error_text, printable
+from snapshot_inspect.texts import error_text, filled, printable
 from snapshot_inspect.verbs import Answer
 from storage_backends.posix import translate
 
@@ -238,9 +237,9 @@ def _main(argv: list[str]) -> int:
 
 
 def _say(error: RecoveryError, args: argparse.Namespace) -> None:
-    hint = error.hint.replace("STORE", shlex.quote(args.store))
+    hint = filled(error.hint, "STORE", args.store)
     if "file" in args:
-        hint = hint.replace("FILE", shlex.quote(args.file))
+        hint = filled(hint, "FILE", args.file)
     print(error_text(error.message, hint), file=sys.stderr)
 
 

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import os
-import shlex
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from recovery.errors import Damaged, NoStore, RecoveryError
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.snapshots import FORMAT_KEY, check_root
 from snapshot_inspect.parents import Below, below
+from snapshot_inspect.texts import filled
 from storage_backends import open_store
 from storage_backends.keys import TEMPORARY, is_key
 from storage_backends.local import LocalStore
@@ -48,7 +48,7 @@ def naming(address: str, kind: type[RecoveryError] = RecoveryError) -> Iterator[
     try:
         yield
     except kind as error:
-        error.hint = error.hint.replace("STORE", shlex.quote(address))
+        error.hint = filled(error.hint, "STORE", address)
         raise
 
 

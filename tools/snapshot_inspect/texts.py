@@ -11,6 +11,8 @@ Invariants:
 from __future__ import annotations
 
 import math
+import re
+import shlex
 import unicodedata
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -28,6 +30,11 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """The same of each line of `text`."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def filled(hint: str, word: str, stands_for: str) -> str:
+    """A hint with what `word` stands for in this command, quoted for a shell; AWS_PROFILE names no FILE."""
+    return re.sub(rf"\b{word}\b", lambda _: shlex.quote(stands_for), hint)
 
 
 def error_text(message: str, hint: str) -> str:
