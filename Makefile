@@ -19,7 +19,7 @@ SOURCES := recovery storage_backends vllm_hooks tools tests examples requirement
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check format browser soak bench-store clean
+.PHONY: help setup demo test check docs format browser soak bench-store clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -33,11 +33,14 @@ test: $(VENV)/ready  ## run all tests, in WORKERS=2 processes (ARGS=... passed o
 	@.ci/browser || true  # the tests that need one fail, and say so
 	$(BIN)/python -m pytest -q --durations=10 -n $(WORKERS) $(ARGS)
 
-check: $(VENV)/ready  ## ruff, mypy and the test of the import arrows
+check: $(VENV)/ready docs  ## ruff, mypy, the site of the documentation and the test of the import arrows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+docs: $(VENV)/ready  ## build the documentation in build/site, strictly: every link and every docstring
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/ready  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -142,11 +143,13 @@ def test_a_changed_job_is_refused_by_all_in_the_same_words_before_anything_is_cl
 
 
 def test_the_same_job_and_one_with_more_lines_get_to_the_engine(
-    write: Write, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     config = write([C, B, A, {"id": "new", "prompt": "x"}], SAMPLING)
     with pytest.raises(AssertionError, match="the engine was started"):
         main(["run", str(config), "--quiet"])
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ, "the engine is forked as if nothing had been compared"
     assert main(["doctor", str(config)]) == 0
     assert "the store belongs to this job; 3 stored calls with the same prompt and sampling" in capsys.readouterr().out
 

@@ -61,7 +61,9 @@ async def open_session(
         owner: who this is, for people.
         test: run the parity self-test (seconds; once for engines that are alike: parity_cache.py). Without it
             resumes claim `statistical` and FINAL_ONLY is streamed.
-        keeps_results, reading, compatible: see RecoverySession.open.
+        keeps_results: see RecoverySession.open.
+        reading: see RecoverySession.open.
+        compatible: see RecoverySession.open.
 
     Raises RecoveryError and its kin: see recovery.errors for the exit codes.
     """

@@ -56,7 +56,8 @@ class FullyAsyncRollout:
             PolicyVersion) takes no update and generates only what has to go on under that version.
         config: the block `rollout`.
         batch_groups: groups in a train batch.
-        clock, entropy: real ones, or a test's.
+        clock: the real one, or a test's.
+        entropy: likewise.
         generate: makes a group's samples; by default each sample is given to the engine for itself.
         keep: a finished group for which it is false is never trained on (dynamic sampling).
         prefixes: what the engines' store knows of unfinished samples after a restart.

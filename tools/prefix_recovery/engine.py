@@ -43,6 +43,7 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -133,8 +134,13 @@ class Unstarted:
 
     def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
         set_environment()
-        with _told(model):
-            self.vllm_config = _arguments(model, arguments).create_engine_config()
+        chosen = os.environ.get(_START_METHOD)
+        try:
+            with _told(model):
+                self.vllm_config = _arguments(model, arguments).create_engine_config()
+        finally:
+            if chosen is None:  # the CPU platform sets it while a configuration is made, as if a user had chosen
+                os.environ.pop(_START_METHOD, None)
 
     def get_tokenizer(self) -> Any:
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -144,19 +150,19 @@ class Unstarted:
 
 def _start(model: str, arguments: Mapping[str, Any]) -> Any:
     with _told(model):
-        chosen = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
+        chosen = os.environ.get(_START_METHOD)
         args = _arguments(model, arguments)
         config = args.create_engine_config()
         if is_cpu_build() and chosen is None:
             # Set after the config was made: the CPU platform forces spawn while it is made. Fork inherits the imports.
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if may_fork() else "spawn"
+            os.environ[_START_METHOD] = "fork" if may_fork() else "spawn"
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
             return AsyncLLM.from_vllm_config(config, disable_log_stats=bool(args.disable_log_stats))
         finally:
             if chosen is None:  # the next engine of this process may have to start in another way
-                os.environ.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
+                os.environ.pop(_START_METHOD, None)
 
 
 def may_fork() -> bool:
