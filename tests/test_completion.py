@@ -61,7 +61,7 @@ def test_values_words_and_beginnings() -> None:
         "snapshot-inspect ca",
         "snapshot-inspect calls runs/17 --state ",
         "snapshot-inspect calls runs/17 --state o",
-        "snapshot-inspect verify runs/17 --re",
+        "snapshot-inspect verify runs/17 --read",
         "snapshot-inspect explain runs/17 --config ",
         "snapshot-inspect latest ",
         "snapshot-inspect completion ",
