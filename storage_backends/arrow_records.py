@@ -229,7 +229,8 @@ class _Where:
 
     def mismatch(self, wrong: Array, message: str) -> DigestMismatch:
         self.at = int(np.argmax(wrong))
-        return DigestMismatch(f"{self}: {message}")
+        hint = "its bytes have the sum they were written with: if another build wrote it, read it with that one"
+        return DigestMismatch(f"{self}: {message}", hint=hint)
 
 
 class _RequestBody(msgspec.Struct):

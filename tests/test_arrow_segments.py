@@ -301,6 +301,7 @@ def test_changed_content_of_a_chunk_is_named_by_call_and_tokens(column: str, val
     with pytest.raises(DigestMismatch) as caught:
         CODEC.decode(rewritten(records, set_cell(column, CHUNK, value)), None)
     assert f"call {call.hex()} tokens [{start}, {start + 4})" in caught.value.message
+    assert "if another build wrote it, read it with that one" in caught.value.hint
 
 
 @pytest.mark.parametrize(("column", "value"), [("token_ids", [1]), ("digest", bytes(16)), ("body", json.dumps(BODY))])
