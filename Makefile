@@ -9,6 +9,7 @@ SCHEDULES ?= 10000
 ROLLOUTS ?= 10000
 RL_KILLS ?= 10
 WORKERS ?= 2
+PARITY ?= 232
 ARGS ?=
 
 VENV := .venv
@@ -19,7 +20,7 @@ SOURCES := recovery storage_backends vllm_hooks tools tests examples requirement
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check docs format browser soak bench-store clean
+.PHONY: help setup demo test check docs format browser soak bench-store bench-exact clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -49,11 +50,14 @@ format: $(VENV)/ready  ## let ruff mend what it can
 browser:  ## install Chromium for the tests of the report page, where there is none (Debian, as root)
 	.ci/browser
 
-soak: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol and ROLLOUTS=10000 of a rollout, kill the real job KILLS=50 times, race coordinators RACES=100 times, kill the trainer RL_KILLS=10 times (0: leave out)
-	$(BIN)/python -m tests.soak --schedules $(SCHEDULES) --rollouts $(ROLLOUTS) --kills $(KILLS) --races $(RACES) --rl-kills $(RL_KILLS) $(ARGS)
+soak: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol and ROLLOUTS=10000 of a rollout, kill the real job KILLS=50 times, race coordinators RACES=100 times, kill the trainer RL_KILLS=10 times, compare PARITY=232 cut calls (0: leave out)
+	$(BIN)/python -m tests.soak --schedules $(SCHEDULES) --rollouts $(ROLLOUTS) --kills $(KILLS) --races $(RACES) --rl-kills $(RL_KILLS) --parity $(PARITY) $(ARGS)
 
 bench-store: $(VENV)/ready  ## measure the store: cost, size, restore, today's ways (12 minutes; ARGS=--quick: seconds)
 	$(BIN)/python -m bench store $(ARGS)
+
+bench-exact: $(VENV)/ready  ## measure what exactness costs: the plug-in, draws by position, attention in one piece (ARGS=--quick: seconds)
+	$(BIN)/python -m bench exact $(ARGS)
 
 clean:  ## remove the environment, caches and what was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench import __doc__ as about
-from bench import store
+from bench import exact, store
 from bench.plot import plot
 from bench.report import Report
 
@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     of_store = verbs.add_parser("store", help="cost, size and restore speed of the store, and today's ways beside it")
     of_store.add_argument("--only", default=",".join(store.PARTS), help="parts, with commas (default: %(default)s)")
-    for verb in (of_store,):
+    of_exact = verbs.add_parser("exact", help="cost of the settings that make an engine bit-exact, and of the plug-in")
+    for verb in (of_store, of_exact):
         verb.add_argument("--quick", action="store_true", help="small: shows that it works, measures nothing")
         verb.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
         verb.add_argument("--seed", type=int, help="of everything that is drawn (default: a new one)")
@@ -38,17 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.verb == "plot":
         plot(options.figures, options.picture)
         return 0
-    parts = tuple(options.only.split(","))
+    parts = tuple(options.only.split(",")) if options.verb == "store" else ()
     if unknown := set(parts) - set(store.PARTS):
         parser.error(f"there is no part {min(unknown)!r}; there are {', '.join(store.PARTS)}")
     seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
     report = Report(Console(highlight=False, width=None if sys.stdout.isatty() else 160), seed, options.quick)
     began = time.monotonic()
-    store.run(report, parts, options.dir)
+    if options.verb == "store":
+        store.run(report, parts, options.dir)
+    else:
+        exact.run(report, options.dir)
     report.figure("run", "seconds", time.monotonic() - began)
-    report.show_bounds()
+    if report.bounds:
+        report.show_bounds()
     report.note(f"{time.monotonic() - began:.0f} s, seed {seed}")
-    report.write("store", options.json)
+    report.write(options.verb, options.json)
     return 0
 
 

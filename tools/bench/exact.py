@@ -1,0 +1,136 @@
+"""`bench exact`: what the settings cost that make an engine bit-exact, and what the plug-in costs who does not use it.
+
+Owns: which engines are compared, each in a process of its own, round by round.
+Does not know: how a round is run (exact_engine.py), how figures are shown (report.py).
+
+Invariants:
+1. A ratio is of two engines that did the same work one right after the other; the order is drawn anew each round.
+2. What this machine cannot measure (batch invariance needs a GPU) is named and not guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.measuring import Spread, ratios
+from bench.report import Report
+
+SPLIT = "VLLM_CPU_ATTN_SPLIT_KV"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One engine, and what it is asked."""
+
+    plug_in: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    sampled: bool = False
+    drawn: bool = False
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`over` divided by `under`, in seconds for the same tokens."""
+
+    name: str
+    over: Side
+    under: Side
+
+
+COMPARISONS = (
+    Comparison("plug-in, nothing uses it / no plug-in", Side(), Side(plug_in=False)),
+    Comparison("plug-in, sampled, not by position / no plug-in", Side(sampled=True), Side(plug_in=False, sampled=True)),
+    Comparison("drawn by position / by the engine", Side(sampled=True, drawn=True), Side(plug_in=False, sampled=True)),
+    Comparison("split KV off / on, float32", Side(), Side(environment={SPLIT: "1"})),
+    Comparison("split KV off / on, bfloat16", Side(dtype="bfloat16"), Side(dtype="bfloat16", environment={SPLIT: "1"})),
+)
+
+
+def run(report: Report, folder: Path | None) -> None:
+    """All comparisons, one after the other; each has two engines alive."""
+    from prefix_recovery.tiny import make_tiny_llama
+
+    rng = np.random.default_rng(report.seed)
+    rounds, calls, tokens = (2, 4, 16) if report.quick else (15, 16, 128)
+    report.title(f"seconds for {calls} calls of {tokens} tokens at a time, {rounds} paired rounds, tiny model")
+    rows = []
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        model = str(make_tiny_llama(Path(name) / "tiny"))
+        for comparison in COMPARISONS[:1] if report.quick else COMPARISONS:
+            found, same = _compare(comparison, model, rounds, {"calls": calls, "tokens": tokens}, rng)
+            report.figure("exact", comparison.name, {**found.as_json(), "same_tokens": same})
+            rows.append(
+                (
+                    comparison.name,
+                    f"{found.median:.3f}",
+                    f"{found.low:.3f}",
+                    f"{found.high:.3f}",
+                    "yes" if same else "no",
+                )
+            )
+    report.table(("", "median ratio", "low", "high", "same tokens"), rows)
+    report.note("batch invariance (VLLM_BATCH_INVARIANT=1): not measured, it needs a GPU")
+
+
+def _compare(
+    comparison: Comparison, model: str, rounds: int, work: Mapping[str, int], rng: np.random.Generator
+) -> tuple[Spread, bool]:
+    with ExitStack() as stack:
+        sides = [comparison.over, comparison.under]
+        engines = [stack.enter_context(_engine(side, model)) for side in sides]
+        seconds: list[list[float]] = [[], []]
+        sums: list[set[float]] = [set(), set()]
+        for number in range(rounds + 1):  # the first one is not counted
+            for at in rng.permutation(2).tolist():
+                answer = _ask(engines[at], {**work, "sampled": sides[at].sampled, "drawn": sides[at].drawn})
+                sums[at].add(answer["sum"])
+                if number:
+                    seconds[at].append(answer["seconds"])
+        return ratios(*seconds), sums[0] == sums[1]
+
+
+@contextmanager
+def _engine(side: Side, model: str) -> Iterator[subprocess.Popen[str]]:
+    arguments = {"dtype": side.dtype, "max_model_len": 512, "kv_cache_memory_bytes": 128 << 20, "seed": 0}
+    said = {"model": model, "arguments": arguments, "plug_in": side.plug_in}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.exact_engine", json.dumps(said)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **side.environment},
+    )
+    try:
+        _answer(process)
+        yield process
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+
+
+def _ask(process: subprocess.Popen[str], work: Mapping[str, Any]) -> dict[str, Any]:
+    assert process.stdin is not None
+    print(json.dumps(work), file=process.stdin, flush=True)
+    return _answer(process)
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the engine ended with code {process.wait()}; what it said is above")
+    found: dict[str, Any] = json.loads(line)
+    return found
