@@ -57,18 +57,28 @@ COMPARISONS = (
     Comparison("split KV off / on, bfloat16", Side(dtype="bfloat16"), Side(dtype="bfloat16", environment={SPLIT: "1"})),
 )
 
+ON_A_GPU = (
+    Comparison(
+        "batch invariance on / off",
+        Side(environment={"VLLM_BATCH_INVARIANT": "1"}),
+        Side(environment={"VLLM_BATCH_INVARIANT": "0"}),
+    ),
+)
+
 
 def run(report: Report, folder: Path | None) -> None:
     """All comparisons, one after the other; each has two engines alive."""
+    from prefix_recovery.engine import is_cpu_build
     from prefix_recovery.tiny import make_tiny_llama
 
+    todo = COMPARISONS if is_cpu_build() else ON_A_GPU
     rng = np.random.default_rng(report.seed)
     rounds, calls, tokens = (2, 4, 16) if report.quick else (15, 16, 128)
     report.title(f"seconds for {calls} calls of {tokens} tokens at a time, {rounds} paired rounds, tiny model")
     rows = []
     with tempfile.TemporaryDirectory(dir=folder) as name:
         model = str(make_tiny_llama(Path(name) / "tiny"))
-        for comparison in COMPARISONS[:1] if report.quick else COMPARISONS:
+        for comparison in todo[:1] if report.quick else todo:
             found, same = _compare(comparison, model, rounds, {"calls": calls, "tokens": tokens}, rng)
             report.figure("exact", comparison.name, {**found.as_json(), "same_tokens": same})
             rows.append(
@@ -81,7 +91,8 @@ def run(report: Report, folder: Path | None) -> None:
                 )
             )
     report.table(("", "median ratio", "low", "high", "same tokens"), rows)
-    report.note("batch invariance (VLLM_BATCH_INVARIANT=1): not measured, it needs a GPU")
+    if is_cpu_build():
+        report.note("batch invariance (VLLM_BATCH_INVARIANT=1): not measured, it needs a GPU")
 
 
 def _compare(

@@ -65,13 +65,31 @@ def _engine() -> Finding:
 
 
 def _exactness() -> Iterator[Finding]:
-    if find_spec("vllm") is None or not is_cpu_build():
+    if find_spec("vllm") is None:
+        return
+    if not is_cpu_build():
+        yield _batch_invariance()
         return
     for name, wanted in CPU_ENVIRONMENT.items():
         value = os.environ.get(name)
         if value is not None and value != wanted:
             yield Finding("warn", f"{name}={value} is set; a run would set {wanted}", f"unset {name}")
-    yield Finding("ok", "a run sets VLLM_CPU_ATTN_SPLIT_KV=0; its self-test grades what resumes may claim")
+    yield Finding(
+        "ok",
+        "a run sets VLLM_CPU_ATTN_SPLIT_KV=0, with which this engine is bit-exact whatever else is in the batch; its "
+        "self-test grades what resumes may claim",
+    )
+
+
+def _batch_invariance() -> Finding:
+    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        return Finding("ok", "VLLM_BATCH_INVARIANT=1 is set; the self-test of a run grades what resumes may claim")
+    return Finding(
+        "warn",
+        "VLLM_BATCH_INVARIANT is not set: a GPU's kernels give other last bits in another batch, and resumes may be "
+        "graded `statistical`",
+        "export VLLM_BATCH_INVARIANT=1 where resumes have to be bit-exact; what it costs here: make bench-exact",
+    )
 
 
 def _shared_memory() -> Finding:
