@@ -54,7 +54,7 @@ class Model:
 @settings(max_examples=200)
 @given(operations=OPERATIONS)
 def test_any_history_leaves_once_and_in_order(operations: list[tuple[str, str, int, int]]) -> None:
-    """Opened, runs by position, ended; per call and attempt; a freeze between any two operations changes nothing."""
+    """B12: opened, runs by position, ended; per call and attempt; a freeze between any two of them changes nothing."""
     table, model = CallTable(), Model()
     live: dict[str, LiveCall] = {}
     attempts = dict.fromkeys(ROLLOUTS, -1)

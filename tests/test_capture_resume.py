@@ -103,8 +103,8 @@ def test_b2_three_restores_of_one_request(engine: Any, on_loop: OnLoop[Any], tmp
     on_loop(scenario())
 
 
-def test_an_abort_by_id_is_a_cut(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
-    """`abort` ends the stream as the bare engine's does; the call is open in the snapshot, with what it had."""
+def test_b11_an_abort_by_id_is_a_cut(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
+    """B11: the engine has ids of its own; `abort` by the caller's ends the stream, and the call is in the snapshot."""
     params = greedy(200, "DELTA")
 
     async def scenario() -> None:

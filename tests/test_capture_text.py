@@ -51,9 +51,12 @@ def test_k4_text_is_whole_at_every_cut(engine: Any, on_loop: OnLoop[Any], tmp_pa
     on_loop(scenario())
 
 
-@pytest.mark.parametrize("text", ["🙂", "é🙂東京", "naïve — ½ 🙂🏽 東", "\u200b\u0301x"])
+@pytest.mark.parametrize("text", ["🙂", "é🙂東京", "naïve — ½ 🙂🏽 東", "\u200b\u0301x", " a \n\n b "])
 def test_k4_characters_of_several_bytes_at_every_byte(engine: Any, text: str) -> None:
-    """K4: tokens of one byte, cut at each: prefix and suffix together are the text, no U+FFFD, nothing twice."""
+    """K4: tokens of one byte, cut at each: prefix and suffix together are the text, no U+FFFD, nothing twice.
+
+    K3: also after a space or a newline: ids are carried on, no template is asked.
+    """
     tokenizer = surface.tokenizer_of(engine)
     ids = tokenizer.convert_tokens_to_ids([byte_tokens()[byte] for byte in text.encode()])
     for kind in ("DELTA", "CUMULATIVE", "FINAL_ONLY"):

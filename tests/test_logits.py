@@ -17,7 +17,14 @@ torch = pytest.importorskip("torch")
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor  # noqa: E402
 
-from recovery.resume_table import GENERATOR_DRAWS, GRAMMAR, POSITION_DRAWS, PREFIX_SAFE, TRUE_SPLIT  # noqa: E402
+from recovery.resume_table import (  # noqa: E402
+    GENERATOR_DRAWS,
+    GRAMMAR,
+    POSITION_DRAWS,
+    PREFIX_SAFE,
+    TRUE_SPLIT,
+    hindrance,
+)
 from vllm_hooks import engine_arguments, surface  # noqa: E402
 from vllm_hooks.abilities import DRAWS_CLASS, SCHEDULER_CLASS, TRUE_SPLIT_CLASS, abilities_of  # noqa: E402
 from vllm_hooks.logits import Joined, PrefixSafe, TrueSplit  # noqa: E402
@@ -161,6 +168,15 @@ DRAWS = {POSITION_DRAWS, GENERATOR_DRAWS}
 )
 def test_what_an_engine_is_found_to_have(engine: Any, found: set[str]) -> None:
     assert abilities_of(engine) == found
+
+
+def test_g9_a_speculative_engine_is_not_trusted_with_what_it_ignores() -> None:
+    """G9: no logits processor runs beside speculation, so that penalties, bad words and draws are refused by name."""
+    found = abilities_of(engine_with(speculative=object()))
+    for name, value in (("presence_penalty", 1.0), ("frequency_penalty", 1.0), ("bad_words", ["x"])):
+        assert hindrance({"temperature": 0.0, name: value}, (), found) == name
+    assert hindrance({"temperature": 1.0, "seed": 5}, (), found) == "seed"
+    assert hindrance({"temperature": 0.0, "repetition_penalty": 1.1}, (), found) == ""
 
 
 def test_the_arguments_of_an_engine_keep_what_was_given() -> None:

@@ -30,6 +30,6 @@ def test_every_kind_comes_in_each_way() -> None:
 def test_each_kind_cut_and_carried_on(
     session_engine: Any, on_loop: OnLoop[Any], quick_path: Path, rng: random.Random
 ) -> None:
-    """Greedy and seeded, cut once and three times in turn: all exact, logprobs within 1e-5."""
+    """B16: greedy and seeded, cut once and three times in turn: all exact, logprobs within 1e-5."""
     found = figures(on_loop(suite(session_engine, quick_path, len(KINDS), rng.randrange(1 << 30))))
     assert found["different"] == [] and found["pairs"] == found["exact"] == found["kinds"] == len(KINDS)

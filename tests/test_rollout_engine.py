@@ -81,6 +81,8 @@ async def push(target: PolicyVersion) -> None:
 def test_a_rollout_that_loses_its_process_twice_trains_every_sample_once(
     engine: Any, on_loop: OnLoop[Any], tmp_path: Path
 ) -> None:
+    """B7: a prefix of an earlier life keeps the versions that sampled it, and its suffix has its own."""
+
     async def scenario() -> None:
         wanted = {}
         for row in rows():
