@@ -48,7 +48,7 @@ MUTATIONS = [
     ("replay.py", "self.draw + 1, self", "self.draw, self", "replay"),
     ("rows.py", "self._digests[-1].encode() + canonical_json(made)", "canonical_json(row)", "rows replay"),
     ("trainer.py", "if members != list(publication.cohort):", "if not members:", "trainer_admission"),
-    ("trainer.py", "publication.incarnation != self._incarnation or", "", "trainer_admission"),
+    ("trainer.py", "or found.publication != publication:", ":", "trainer_admission"),
     ("trainer.py", "        self._move(one, before)\n", "", "trainer_admission"),
     ("exclusion.py", "if one.work is Work.UPDATE]", "if False]", "preparation"),
     ("metrics.py", "self._counts = dict.fromkeys(COUNTERS, 0)\n        self._lags", "self._lags", "preparation"),
