@@ -224,7 +224,11 @@ class JobLife:
 
     async def train_everything(self) -> None:
         self.trained = list(self.job.trainer.trained)
-        await train_all(self.rollout, self, want_snapshot=self.want_snapshot, save_every=self.rng.choice([1, 1, 2, 3]))
+        every = self.rng.choice([1, 1, 2, 3])
+        last = await train_all(self.rollout, self, want_snapshot=self.want_snapshot, save_every=every)
+        assert self.rollout._source.saved == self.job.trainer.rollout == last, (
+            "the rollout was told of every checkpoint"
+        )
         assert Counter(self.trained) == self.job.expected(), "every sample once, token for token"
         self.job.mean_trained = sum(len(tokens) for _, _, tokens in self.trained) / len(self.trained)
 
