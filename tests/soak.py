@@ -246,7 +246,8 @@ def compare_cut_calls(folder: Path, seed: int, pairs: int, deadline: float | Non
             f"parity, seed {seed}, {dtype}, split KV {'off' if split == '0' else 'on'}: {found['exact']} of "
             f"{found['pairs']} pairs exact ({found['kinds']} kinds, {found['sampled']} sampled, "
             f"{found['cut_thrice']} cut three times, "
-            f"{found['tied']} with best tokens of one logprob swapped), largest logprob gap {found['largest_logprob_gap']:.2g}"
+            f"{found['tied']} with best tokens of one logprob swapped), "
+            f"largest logprob gap {found['largest_logprob_gap']:.2g}"
             + (f", two best logits at most {max(gaps):.2g} apart where tokens part" if gaps else ""),
             flush=True,
         )
