@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,19 @@ def test_a_root_that_cannot_be_listed_is_said(
     monkeypatch.setattr(places.os, "scandir", refused)
     assert cli.main(["list", str(tmp_path)]) == 12
     assert "permission denied" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"snapshot-inspect {metadata.version('prefix-recovery')}\n"
+
+
+@pytest.mark.parametrize("words", [("verify",), ("export", "one.zip"), ("export", "--jsonl", "one.jsonl")])
+def test_what_reads_much_shows_a_bar(words: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    verb, *more = words
+    more = [str(tmp_path / word) if "." in word else word for word in more]
+    code, out = on_terminal(verb, str(folder), *more)
+    assert code == 0 and f"{verb}: reading " in out
 
 
 # ---- narrow terminals ----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import metadata
 
 from recovery.errors import NoStore, RecoveryError
 from snapshot_inspect import (
@@ -90,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_CODES,
         allow_abbrev=False,
     )
+    top.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('prefix-recovery')}")
     sub = top.add_subparsers(dest="verb", metavar="VERB", required=True)
     codes = textwrap.fill(_CODES, 100)
 

@@ -137,7 +137,9 @@ def verify_(args: Namespace, now: float) -> Answer:
     if args.snapshot is not None:
         only = choose(place.store, position(place.store), args.snapshot).snapshot.id
     progress = progress_on(sys.stderr, "verify") if args.read_data else None
-    found = verify(place, segment_codec(), ledger_codec(), only=only, read_data=args.read_data, progress=progress)
+    looking = progress_on(sys.stderr, "verify", "snapshots")
+    codecs = (segment_codec(), ledger_codec())
+    found = verify(place, *codecs, only=only, read_data=args.read_data, progress=progress, ledgers_progress=looking)
     document = documents.verification(place, found)
     if args.rescore is not None:
         document["rescored"] = _rescored(place, found.restore_from if only is None else only, args.rescore)

@@ -87,12 +87,17 @@ def verify(
     only: int | None = None,
     read_data: bool = False,
     progress: Progress | None = None,
+    ledgers_progress: Progress | None = None,
 ) -> Verification:
     """Check the log and every snapshot (or snapshot `only`), with `read_data` down to the tokens.
 
+    `progress` is told of segments, `ledgers_progress` of the snapshots whose ledgers are read before.
     What lies there beside what snapshots need is looked for only if all are checked.
     """
-    return _worked(place, segments, ledgers, only=only, read_data=read_data, progress=progress).result
+    work = _worked(
+        place, segments, ledgers, only=only, read_data=read_data, progress=progress, looking=ledgers_progress
+    )
+    return work.result
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +128,11 @@ def _worked(
     only: int | None,
     read_data: bool,
     progress: Progress | None,
+    looking: Progress | None = None,
 ) -> _Work:
     work = _Work(place, segments, ledgers, read_data)
     work.read_log()
-    work.read_structure(only)
+    work.read_structure(only, looking or Silent())
     if read_data:
         work.read_segments(progress or Silent())
     work.conclude()
@@ -171,25 +177,31 @@ class _Work:
 
     # ---- ledgers, states, and which segments there have to be ------------------------------------------------------
 
-    def read_structure(self, only: int | None) -> None:
+    def read_structure(self, only: int | None, progress: Progress) -> None:
         for slot in self._slots:
             if slot.kind == "snapshot" and only in (None, slot.seq):
                 try:
                     self._snapshots.append(Snapshot.from_slot(slot))
                 except Damaged as error:
                     self._log.append(Problem.of(slot_key(slot.seq), error))
-        for snapshot in self._snapshots:
-            if (problem := self._lineages.add(snapshot)) is not None:
-                self._own[snapshot.id].append(problem)
-            for name, ref in snapshot.states.items():
-                if (problem := self._state_problem(snapshot, name, ref)) is not None:
-                    self._own[snapshot.id].append(problem)
+        with progress:
+            progress.begin(len(self._snapshots), sum(snapshot.ledger.nbytes for snapshot in self._snapshots))
+            for snapshot in self._snapshots:
+                self._read_snapshot(snapshot)
+                progress.advance(snapshot.ledger.nbytes)
         for snapshot, problem in self._lineages.replay():
             self._own[snapshot.id].append(problem)
         self._find_segments()
         tally = self.result.tally
         tally.ledger_objects, tally.segments = self._lineages.n_objects, len(self._lineages.segments)
         tally.states = sum(isinstance(state, bytes) for state in self._states.values())
+
+    def _read_snapshot(self, snapshot: Snapshot) -> None:
+        if (problem := self._lineages.add(snapshot)) is not None:
+            self._own[snapshot.id].append(problem)
+        for name, ref in snapshot.states.items():
+            if (problem := self._state_problem(snapshot, name, ref)) is not None:
+                self._own[snapshot.id].append(problem)
 
     def _find_segments(self) -> None:
         present = {item.key: item.nbytes for item in self._store.list(SEGMENTS)}
