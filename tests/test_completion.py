@@ -70,7 +70,7 @@ def test_values_words_and_beginnings() -> None:
         ["calls", "cat"],
         ["open", "ended"],
         ["open"],
-        ["--read-data", "--rescore"],
+        ["--read-data"],
         [],  # files: the shell's own completion
         [],
         ["bash", "zsh", "fish"],
