@@ -59,7 +59,9 @@ class Pair:
         return dict(self.kind.arguments)
 
 
-async def pairs_of(engine: Any, kinds: Sequence[tuple[Kind, bool, int]], rng: random.Random, label: str) -> list[Pair]:
+async def pairs_of(
+    engine: Any, kinds: Sequence[tuple[Kind, bool, int]], rng: random.Random, label: str, length: int
+) -> list[Pair]:
     """Requests of (kind, sampled or greedy, number of cuts). What depends on the free answer is looked up in it."""
     tokenizer = engine.get_tokenizer()
     pairs: list[Pair] = []
@@ -71,13 +73,13 @@ async def pairs_of(engine: Any, kinds: Sequence[tuple[Kind, bool, int]], rng: ra
         pairs.append(Pair(f"{label}-{number}", kind, sampled, ids, None, n_cuts))
     free = await asyncio.gather(
         *(
-            ask(engine, ids, greedy(LENGTH, **drawn), f"{pair.name}-free")
+            ask(engine, ids, greedy(length, **drawn), f"{pair.name}-free")
             for pair, (ids, drawn) in zip(pairs, basics, strict=True)
         )
     )
     for pair, (ids, drawn), answer in zip(pairs, basics, free, strict=True):
         fields = {**drawn, **pair.kind.fields, **pair.kind.made(answer, tokenizer)}
-        pair.params = greedy(fields.pop("max_tokens", LENGTH), rng.choice(_OUTPUTS), **fields)
+        pair.params = greedy(length, rng.choice(_OUTPUTS), **fields)
         if pair.kind.name == "text prompt":
             pair.prompt = "hello, " * rng.randint(1, 4)
         elif pair.kind.prompt:
@@ -164,7 +166,9 @@ def every_kind(n: int, rng: random.Random) -> list[tuple[Kind, bool, int]]:
     return chosen
 
 
-async def suite(engine: Any, folder: Path, n: int, seed: int, deadline: float | None = None) -> list[Pair]:
+async def suite(
+    engine: Any, folder: Path, n: int, seed: int, *, length: int = LENGTH, deadline: float | None = None
+) -> list[Pair]:
     """In batches of two rounds of all kinds."""
     rng = random.Random(seed)
     todo, done = every_kind(n, rng), []
@@ -172,7 +176,7 @@ async def suite(engine: Any, folder: Path, n: int, seed: int, deadline: float | 
     for number, first in enumerate(range(0, n, size)):
         if deadline is not None and time.monotonic() > deadline:
             break
-        pairs = await pairs_of(engine, todo[first : first + size], rng, f"b{number}")
+        pairs = await pairs_of(engine, todo[first : first + size], rng, f"b{number}", length)
         await run_pairs(engine, folder / str(number), pairs, rng)
         done += pairs
     return done
@@ -208,6 +212,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=len(KINDS) * 8)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a call (at most 400)")
     parser.add_argument("--seconds", type=float, default=None)
     options = parser.parse_args()
     from prefix_recovery.engine import Engine, set_environment
@@ -223,7 +228,7 @@ def main() -> int:
         async def run() -> list[Pair]:
             started = Engine(str(make_tiny_llama(folder / "model")), arguments)
             try:
-                return await suite(started.llm, folder, options.pairs, seed, deadline)
+                return await suite(started.llm, folder, options.pairs, seed, length=options.length, deadline=deadline)
             finally:
                 started.close()
 
