@@ -237,3 +237,17 @@ def test_f7_a_server_that_overwrites_is_refused_and_single_writer_mode_is_told(
     assert code == 1 and "silently ignores the condition" in text
     code, text = said(**at(url, proxy, exclusive=True))
     assert code == 0 and "warn  single-writer mode (store_options.exclusive): nothing keeps a second run" in text
+
+
+def test_a_gpu_build_is_told_which_setting_makes_it_bit_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU build is told of VLLM_CPU_ATTN_SPLIT_KV; a GPU's setting is named, and whether it is there."""
+    from prefix_recovery import doctor
+
+    assert any("VLLM_CPU_ATTN_SPLIT_KV=0" in finding.what for finding in doctor._exactness())
+    monkeypatch.setattr(doctor, "is_cpu_build", lambda: False)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    (finding,) = doctor._exactness()
+    assert finding.level == "warn" and "export VLLM_BATCH_INVARIANT=1" in finding.todo
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    (finding,) = doctor._exactness()
+    assert finding.level == "ok" and not finding.todo

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -21,6 +22,8 @@ from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.arrow_segments import ArrowSegmentCodec
 from tests.conftest import OnLoop
 from tests.engine_runs import PROMPT, ask, capturing, greedy, put_cut
+
+SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "schemas" / "verify.json").read_text())
 
 
 def test_values_of_another_kind_are_not_compared() -> None:
@@ -67,6 +70,7 @@ def test_l6_what_was_stored_is_what_the_engine_scores(engine: Any, on_loop: OnLo
         document = rescored(5, found)
         assert [call["rollout"] for call in document["calls"]][0::3] == ["changed", "grammar"]
         assert document["largest"] == by_name["changed"].largest and json.dumps(document, allow_nan=False)
+        jsonschema.validate(document, SCHEMA["properties"]["rescored"])
         one = found[0]
         transcript = dataclasses.replace(
             read_transcripts(store, ArrowSegmentCodec(), ledger, entries)[entries[0].call_id],

@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_store = verbs.add_parser("store", help="cost, size and restore speed of the store, and today's ways beside it")
     of_store.add_argument("--only", default=",".join(store.PARTS), help="parts, with commas (default: %(default)s)")
     of_exact = verbs.add_parser("exact", help="cost of the settings that make an engine bit-exact, and of the plug-in")
+    of_exact.add_argument("--only", default=",".join(exact.PARTS), help="parts, with commas (default: %(default)s)")
+    of_exact.add_argument("--rounds", type=int, default=15, help="of each pair (default: %(default)s)")
     for verb in (of_store, of_exact):
         verb.add_argument("--quick", action="store_true", help="small: shows that it works, measures nothing")
         verb.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
@@ -39,16 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.verb == "plot":
         plot(options.figures, options.picture)
         return 0
-    parts = tuple(options.only.split(",")) if options.verb == "store" else ()
-    if unknown := set(parts) - set(store.PARTS):
-        parser.error(f"there is no part {min(unknown)!r}; there are {', '.join(store.PARTS)}")
+    parts, known = tuple(options.only.split(",")), store.PARTS if options.verb == "store" else exact.PARTS
+    if unknown := set(parts) - set(known):
+        parser.error(f"there is no part {min(unknown)!r}; there are {', '.join(known)}")
     seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
     report = Report(Console(highlight=False, width=None if sys.stdout.isatty() else 160), seed, options.quick)
     began = time.monotonic()
     if options.verb == "store":
         store.run(report, parts, options.dir)
     else:
-        exact.run(report, options.dir)
+        exact.run(report, parts, options.dir, options.rounds)
     report.figure("run", "seconds", time.monotonic() - began)
     if report.bounds:
         report.show_bounds()

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,31 +49,37 @@ class Comparison:
     under: Side
 
 
-COMPARISONS = (
-    Comparison("plug-in, nothing uses it / no plug-in", Side(), Side(plug_in=False)),
-    Comparison("plug-in, sampled, not by position / no plug-in", Side(sampled=True), Side(plug_in=False, sampled=True)),
-    Comparison("drawn by position / by the engine", Side(sampled=True, drawn=True), Side(plug_in=False, sampled=True)),
-    Comparison("split KV off / on, float32", Side(), Side(environment={SPLIT: "1"})),
-    Comparison("split KV off / on, bfloat16", Side(dtype="bfloat16"), Side(dtype="bfloat16", environment={SPLIT: "1"})),
-)
+_SPLIT_ON = {SPLIT: "1"}
 
-ON_A_GPU = (
-    Comparison(
+COMPARISONS = {
+    "plug-in": Comparison("plug-in, nothing uses it / no plug-in", Side(), Side(plug_in=False)),
+    "draws": Comparison(
+        "drawn by position / by the engine", Side(sampled=True, drawn=True), Side(plug_in=False, sampled=True)
+    ),
+    "split": Comparison("split KV off / on, float32", Side(), Side(environment=_SPLIT_ON)),
+    "split-bfloat16": Comparison(
+        "split KV off / on, bfloat16", Side(dtype="bfloat16"), Side(dtype="bfloat16", environment=_SPLIT_ON)
+    ),
+}
+ON_A_GPU = {
+    "invariance": Comparison(
         "batch invariance on / off",
         Side(environment={"VLLM_BATCH_INVARIANT": "1"}),
         Side(environment={"VLLM_BATCH_INVARIANT": "0"}),
-    ),
-)
+    )
+}
+PARTS = (*COMPARISONS, *ON_A_GPU)
 
 
-def run(report: Report, folder: Path | None) -> None:
+def run(report: Report, parts: Sequence[str], folder: Path | None, rounds: int) -> None:
     """All comparisons, one after the other; each has two engines alive."""
     from prefix_recovery.engine import is_cpu_build
     from prefix_recovery.tiny import make_tiny_llama
 
-    todo = COMPARISONS if is_cpu_build() else ON_A_GPU
+    here = COMPARISONS if is_cpu_build() else ON_A_GPU
+    todo = [comparison for key, comparison in here.items() if key in parts]
     rng = np.random.default_rng(report.seed)
-    rounds, calls, tokens = (2, 4, 16) if report.quick else (15, 16, 128)
+    rounds, calls, tokens = (2, 4, 16) if report.quick else (rounds, 16, 128)
     report.title(f"seconds for {calls} calls of {tokens} tokens at a time, {rounds} paired rounds, tiny model")
     rows = []
     with tempfile.TemporaryDirectory(dir=folder) as name:
