@@ -41,7 +41,7 @@ def kill_trainers(folder: Path, seed: int, kills: int, deadline: float | None) -
                 break
             done += 1
             how[name] += 1
-            print(f"  rl kill {done}: {name}; {life.text.count('rollout ')} steps in that life", flush=True)
+            print(f"  rl kill {done}: {name}; {steps_of(life.text)} steps in that life", flush=True)
         last = live(one, ARGUMENTS, timeout_s=900)
         if last.returncode != 0 or trained(one) != expected:
             problems += 1
@@ -60,6 +60,11 @@ def kill_trainers(folder: Path, seed: int, kills: int, deadline: float | None) -
     return not problems and (done >= kills or deadline is not None)
 
 
+def steps_of(text: str) -> int:
+    """Batches that a life said it trained."""
+    return sum(line.startswith("rollout ") for line in text.splitlines())
+
+
 def _killed(folder: Path, rng: random.Random) -> tuple[str, Life]:
     """One life that is killed, unless it ends before; and how it was."""
     kind = rng.random()
@@ -71,7 +76,7 @@ def _killed(folder: Path, rng: random.Random) -> tuple[str, Life]:
         since: list[float] = []
 
         def after_steps(text: str) -> bool:
-            if text.count("rollout ") > steps and not since:  # `life` has one
+            if "life " in text and steps_of(text) >= steps and not since:
                 since.append(time.monotonic())
             return bool(since) and time.monotonic() - since[0] >= wait_s
 
