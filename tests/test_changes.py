@@ -15,9 +15,12 @@ import pytest
 from prefix_recovery import job as jobs
 from prefix_recovery.cli import main
 from prefix_recovery.job_here import job_here
+from recovery.errors import CredentialsRefused
 from recovery.log_reading import find_tail
+from recovery.ports import Listed
 from snapshot_inspect.cli import main as inspect
 from storage_backends import open_store
+from storage_backends.local import LocalStore
 from tests.inspect_stores import Job, say
 from tests.job_files import write_job
 
@@ -152,6 +155,23 @@ def test_the_same_job_and_one_with_more_lines_get_to_the_engine(
     assert "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ, "the engine is forked as if nothing had been compared"
     assert main(["doctor", str(config)]) == 0
     assert "the store belongs to this job; 3 stored calls with the same prompt and sampling" in capsys.readouterr().out
+
+
+def test_s6_who_may_not_list_is_told_what_works_without(
+    write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """S6: before the engine starts, in the words of the restore."""
+
+    class Unlisted(LocalStore):
+        def list(self, prefix: str, after: str = "") -> list[Listed]:
+            raise CredentialsRefused("ListObjectsV2 of s3://b/x: access denied", hint="allow s3:ListBucket")
+
+    config = write([A, B, C], SAMPLING)
+    monkeypatch.setattr(jobs, "open_store", lambda address, **options: Unlisted(tmp_path / "store"))
+    assert main(["run", str(config), "--quiet"]) == 12
+    assert "a restore of one snapshot by its id needs no list" in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="the engine was started"):
+        main(["run", str(config), "--quiet", "--set", "rollout_checkpointing.restore=4"])
 
 
 def test_another_model_is_refused_before_the_engine_starts_too(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from prefix_recovery import changes
 from prefix_recovery.job_here import JobHere
+from recovery.adoption import adopt
 from recovery.codec import fingerprint
 from recovery.errors import Damaged, FormatNotUnderstood, NoStore
 from recovery.ledger import Entry, Ledger
@@ -26,7 +27,6 @@ from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.reading import read_transcripts
 from recovery.restore import Choice
 from recovery.snapshots import Loaded, Snapshot, check_root, load
-from snapshot_inspect.newest import would_adopt
 from snapshot_inspect.places import ledger_codec, segment_codec
 from vllm_hooks.opening import refuse_foreign
 
@@ -52,7 +52,7 @@ def check_stored(store: ObjectStore, choice: Choice, job: Callable[[], JobHere])
         return None
     if not isinstance(choice, int):
         epoch, flushed = loaded.snapshot.slot.epoch, loaded.flushed
-        would_adopt(store, segments, loaded.ledger, epoch=epoch, flushed=flushed, collected=())
+        adopt(store, segments, loaded.ledger, epoch=epoch, flushed=flushed, collected=())
     return refuse_changed(store, segments, loaded.ledger, here)
 
 
