@@ -193,7 +193,9 @@ REQUEST: Mapping[str, Row] = {
     "session_id": _exact(_ENGINE_ONLY),
     "kv_hints": _exact(_ENGINE_ONLY),
     DRAWS: _exact("the seed that was given to the call at admission, and stored with it"),
-    "cache_salt": _exact("kept with the prompt; changes no value"),
+    "cache_salt": _exact(
+        "kept with the prompt, and joined with the policy version after a weight update; changes no value"
+    ),
     "logits_processors": Row(
         kind=Kind.PLUGIN,
         needs=(PREFIX_SAFE,),
@@ -206,7 +208,10 @@ REQUEST: Mapping[str, Row] = {
     ),
     "kv_transfer_params": _restart("the cache is another engine's", _LEAVE_OUT),
     "ec_transfer_params": _restart("the cache is another engine's", _LEAVE_OUT),
-    "lora_request": _restart("the adapter's weights are not part of the fingerprint", "serve a merged model"),
+    "lora_request": _exact("the adapter's name and the digest of its files are part of the request"),
+    "lora_path": _restart(
+        "the adapter is no folder here, and what it holds is not known", "load it from a local folder"
+    ),
     "reasoning_ended": _restart("it is about where a grammar begins", _LEAVE_OUT),
     "reasoning_parser_kwargs": _restart("it is about where a grammar begins", _LEAVE_OUT),
 }

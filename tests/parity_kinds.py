@@ -121,6 +121,7 @@ ELSEWHERE = {
     "n": "test_siblings.py",
     "thinking_token_budget": "test_exact_engines.py",
     "priority": "test_exact_engines.py",
+    "lora_request": "test_exact_engines.py",
     "prompt_text": "test_capture_kinds.py",
     "tokenization_kwargs": "test_capture_kinds.py",
     "trace_headers": "about tracing alone; needs a collector",

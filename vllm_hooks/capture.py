@@ -28,6 +28,7 @@ from recovery.errors import CaptureDisagrees
 from recovery.model import FINISH_REASONS, Request
 from recovery.resume_table import DRAWS, GENERATOR_DRAWS, POSITION_DRAWS, is_greedy
 from vllm_hooks import siblings, surface, top_logprobs
+from vllm_hooks.adapters import Adapters
 from vllm_hooks.marks import SCHEME
 from vllm_hooks.outputs import Assembly
 from vllm_hooks.pull import Pulled, PullReader, can_pull
@@ -54,6 +55,7 @@ class RecoverableEngine:
         self._tokenizer = surface.tokenizer_of(engine)
         self._stop = session.unresumable.rules(surface.stop_rules(engine))
         self._reader = PullReader(engine)
+        self._adapters = Adapters()
         self._siblings: dict[str, list[str]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -106,7 +108,8 @@ class RecoverableEngine:
         self, ids: Any, engine_input: Any, params: Any, request_id: str, arguments: dict[str, Any], digest: str
     ) -> AsyncGenerator[Any, None]:
         session = self._session
-        request = self._request(request_id, ids, params, arguments, digest)
+        adapter = await self._adapters.extra_of(arguments.get("lora_request"))
+        request = self._request(request_id, ids, params, arguments, adapter, digest)
         session.unresumable.admit(request)
         call = await session.admit(request, self._stop)
         try:
@@ -117,10 +120,16 @@ class RecoverableEngine:
         finally:
             session.left(call)
 
-    def _request(self, request_id: str, ids: Any, params: Any, arguments: dict[str, Any], digest: str) -> Request:
+    def _request(
+        self,
+        request_id: str,
+        ids: Any,
+        params: Any,
+        arguments: dict[str, Any],
+        extra: dict[str, Any],
+        digest: str,
+    ) -> Request:
         sampling = surface.sampling_fields(params)
-        lora = arguments.get("lora_request")
-        extra: dict[str, Any] = {"lora_request": lora.lora_name} if lora is not None else {}
         if POSITION_DRAWS in self._stop.abilities and not is_greedy(sampling):
             given = params.seed
             extra[DRAWS] = {"scheme": SCHEME, "seed": self._session.new_seed() if given is None else given}
@@ -145,6 +154,7 @@ class RecoverableEngine:
     ) -> AsyncGenerator[Any, None]:
         session = self._session
         prompt_ids = [int(token) for token in call.request.prompt_token_ids]
+        engine_input = surface.salted(engine_input, session.version)
         assembly = Assembly(
             params,
             request_id,

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from recovery.model import Int32Array
+from recovery.model import Int32Array, PolicyVersion
 from recovery.resume import Resume, StopRules
 from recovery.resume_table import PREFIX_SAFE
 from vllm_hooks.abilities import abilities_of
@@ -146,6 +146,14 @@ def token_prompt(token_ids: Sequence[int], like: Any = None) -> dict[str, Any]:
     ids = [int(token) for token in token_ids]
     prompt: dict[str, Any] = tokens_input(ids, prompt=prompt_text(like), cache_salt=salt)
     return prompt
+
+
+def salted(engine_input: Any, version: PolicyVersion) -> Any:
+    """The same prompt, kept apart in the prefix cache from what other weights than the first ones made of it."""
+    if version == PolicyVersion() or not isinstance(engine_input, Mapping):
+        return engine_input
+    own = engine_input.get("cache_salt") or ""
+    return {**engine_input, "cache_salt": f"{own}|{version.lineage}.{version.number}"}
 
 
 def prompt_text(engine_input: Any) -> str | None:
