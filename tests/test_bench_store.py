@@ -96,3 +96,10 @@ def test_a_way_that_loses_something_is_found_out() -> None:
     call = (np.arange(3, dtype=np.int32), np.zeros(3, np.float32))
     with pytest.raises(RuntimeError, match="x does not give back"):
         store_ways._compare("x", [call], [(call[0] + 1, call[1])])
+
+
+def test_a_look_at_a_long_log_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["latest", "--quick", "--json", str(tmp_path / "f.json")]) == 0
+    document = json.loads((tmp_path / "f.json").read_text())
+    jsonschema.validate(document["figures"]["latest"]["bytes"], {"type": "integer", "exclusiveMinimum": 0})
+    assert [bound["name"] for bound in document["bounds"]] == ["seconds of latest", "bytes of latest"]

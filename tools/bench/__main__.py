@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench import __doc__ as about
-from bench import exact, store
+from bench import exact, latest, store
 from bench.plot import plot
 from bench.report import Report
 
@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_exact = verbs.add_parser("exact", help="cost of the settings that make an engine bit-exact, and of the plug-in")
     of_exact.add_argument("--only", default=",".join(exact.PARTS), help="parts, with commas (default: %(default)s)")
     of_exact.add_argument("--rounds", type=int, default=15, help="of each pair (default: %(default)s)")
-    for verb in (of_store, of_exact):
+    of_latest = verbs.add_parser("latest", help="what `snapshot-inspect latest` costs on a long log in a bucket")
+    of_latest.set_defaults(only=latest.PARTS[0])
+    for verb in (of_store, of_exact, of_latest):
         verb.add_argument("--quick", action="store_true", help="small: shows that it works, measures nothing")
         verb.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
         verb.add_argument("--seed", type=int, help="of everything that is drawn (default: a new one)")
@@ -41,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.verb == "plot":
         plot(options.figures, options.picture)
         return 0
-    parts, known = tuple(options.only.split(",")), store.PARTS if options.verb == "store" else exact.PARTS
+    parts = tuple(options.only.split(","))
+    known = {"store": store.PARTS, "exact": exact.PARTS, "latest": latest.PARTS}[options.verb]
     if unknown := set(parts) - set(known):
         parser.error(f"there is no part {min(unknown)!r}; there are {', '.join(known)}")
     seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
@@ -49,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     if options.verb == "store":
         store.run(report, parts, options.dir)
+    elif options.verb == "latest":
+        latest.run(report)
     else:
         exact.run(report, parts, options.dir, options.rounds)
     report.figure("run", "seconds", time.monotonic() - began)
