@@ -50,6 +50,7 @@ class RolloutEngine:
             entry.identity.rollout: entry.call_id for entry in session.stored.entries()
         }
         session.on_left = self._note
+        session.keeps_ranks = False  # a sample has none
 
     def serve(self, version: PolicyVersion) -> None:
         """The rollout's version is this one from here on."""
