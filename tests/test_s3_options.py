@@ -115,8 +115,8 @@ def test_a_key_that_is_too_long_below_its_prefix(moto: Server) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"endpoint": "http://x"}, "no option 'endpoint'.*\n.*did you mean endpoint_url"),
-        ({"zzz": 1}, "no option 'zzz'.*\n.*there are: endpoint_url"),
+        ({"endpoint": "http://x"}, "no option 'endpoint'.*did you mean endpoint_url"),
+        ({"zzz": 1}, "no option 'zzz'.*there are: endpoint_url"),
         ({"endpoint_url": "127.0.0.1:9000"}, "no server's address"),
         ({"endpoint_url": "http://"}, "no server's address"),
         ({"endpoint_url": "http://key:secret@host"}, "no server's address"),
