@@ -85,7 +85,7 @@ class NaiveSource:
 def owner(
     source: Any, *, executing: int = 2, slots: int = 4, batch: int = 2, cap: int | None = None, **rules: Any
 ) -> Ownership:
-    keep = rules.pop("keep", lambda samples: True)
+    keep, settled = rules.pop("keep", lambda samples: True), rules.pop("settled", lambda attempt: None)
     return Ownership(
         source,
         Limits(executing=executing, slots=slots, batch_groups=batch, buffer_max=cap),
@@ -93,6 +93,7 @@ def owner(
         PolicyVersions(PolicyVersion("a", 0)),
         incarnation="one",
         keep=keep,
+        settled=settled,
     )
 
 

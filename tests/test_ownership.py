@@ -494,17 +494,17 @@ def test_m17_those_that_pass_are_kept_and_the_rest_is_topped_up() -> None:
 
 
 def test_m16_m32_a_requeue_that_fails_is_kept_told_and_retried() -> None:
-    source = NaiveSource(2)
-    own = owner(source, batch=1, limit=0)
+    source, settled = NaiveSource(2), list[int]()
+    own = owner(source, batch=1, limit=0, settled=lambda attempt: settled.append(attempt.group_index))
     stale = run_one(own)
     update(own)
     source.down = {"requeue"}
     with pytest.raises(SourceDown):
         own.lease(1)
-    assert stale in source.out and own.slots.used == 1 and len(own.settlement.retained) == 1
+    assert stale in source.out and own.slots.used == 1 and len(own.settlement.retained) == 1 and not settled
     source.down = set()
     assert isinstance(own.lease(1), Waiting)
-    assert stale in source.waiting and own.slots.used == 0
+    assert stale in source.waiting and own.slots.used == 0 and settled == [stale], "whoever kept its prefixes is told"
 
 
 def test_a54_m33_a_group_newer_than_the_current_version_is_an_error_and_kept() -> None:
