@@ -62,7 +62,7 @@ def test_a_second_restore_before_anything_happened_loses_nothing() -> None:
 
 
 def test_a_restart_only_call_begins_again_and_says_why() -> None:
-    prompts = (Prompt("r", (5, 6, 8), 9, "lora_request"), Prompt("p", (8,), 14))
+    prompts = (Prompt("r", (5, 6, 8), 9, "lora_path"), Prompt("p", (8,), 14))
     store = MemoryStore()
     life = Life(store, 1, prompts=prompts)
     life.dispatch()
@@ -74,7 +74,7 @@ def test_a_restart_only_call_begins_again_and_says_why() -> None:
     entry = next(e for e in again.publication.ledger if e.identity.rollout == "r")
     assert (entry.n_tokens, entry.attempt) == (0, 1)
     assert entry.history == (Restarted(4, again.restored.published or 0, entry.history[0].reason),)  # type: ignore[union-attr]
-    assert "lora_request" in entry.history[0].reason  # type: ignore[union-attr]
+    assert "lora_path" in entry.history[0].reason  # type: ignore[union-attr]
     assert again.run_to_end() == reference_answers(prompts)
 
 

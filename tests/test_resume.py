@@ -154,7 +154,7 @@ def test_the_same_call_goes_on_where_the_engine_can_and_begins_again_where_not()
 
 @pytest.mark.parametrize(
     ("noted", "begins_again"),
-    [("presence_penalty", False), ("lora_request", True), ("a_field_of_next_year", True), ("", False)],
+    [("presence_penalty", False), ("lora_path", True), ("a_field_of_next_year", True), ("", False)],
 )
 def test_what_admission_noted_stands_unless_it_was_the_engines_lack(noted: str, begins_again: bool) -> None:
     sampling = {**GREEDY, "max_tokens": 64, "presence_penalty": 0.5}
