@@ -26,8 +26,8 @@ class Participants:
         self._all: list[Participant] = []
 
     def add(self, one: Participant) -> None:
-        """From the next snapshot on its states are part of each."""
-        one.attach()
+        """From the next snapshot on its states are part of each. Raises what `attach` raises, with nothing changed."""
+        one.attach({name: data for name, data in self._carried.items() if one.owns(name)})
         self._all.append(one)
 
     def hold(self, reason: str) -> None:

@@ -106,8 +106,11 @@ class LedgerCodec(Protocol):
 class Participant(Protocol):
     """Somebody whose state is part of every snapshot. Called on the event loop: nothing here may wait."""
 
-    def attach(self) -> None:
-        """It is one from now on."""
+    def attach(self, carried: Mapping[str, bytes]) -> None:
+        """It is one from now on. `carried`: its own states in the snapshot that was restored.
+
+        Raises if it should have taken them up and did not: its next states would replace them.
+        """
 
     def owns(self, name: str) -> bool:
         """Whether a state of that name is its own; no two participants own one."""

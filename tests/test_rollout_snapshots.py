@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import msgspec
 import pytest
 
 from recovery.admission.holds import HoldKind
+from recovery.admission.participant import NotTakenUp
 from recovery.admission.prefixes import Prefix
 from recovery.admission.preparation import LeasesOpen, TrainerUnresolved
-from recovery.admission.replay import ReplaySource
+from recovery.admission.replay import NotOutstanding, ReplaySource
 from recovery.admission.rows import IterableRows
 from recovery.admission.state import NAME, check_fits
 from recovery.admission.trainer import Acknowledgement, Outcome, PublicationRefused
@@ -208,6 +210,23 @@ def cut(one: Any) -> dict[str, bytes]:
     states = dict(one.participant.states())
     one.participant.release()
     return states
+
+
+@on_virtual_time
+async def test_a44_a45_what_the_store_has_of_a_rollout_is_taken_up_before_anything_else() -> None:
+    one = rollout(8, batch=1)
+    one.start()
+    one.commit(await batch_of(one))
+    states = cut(one)
+    with pytest.raises(NotOutstanding, match="restore, then start"):
+        one.restore({}, rollout=0, version=0, lineage="b")
+    assert await one.prepare_checkpoint(1, lambda cause: None), "part of no snapshot: nothing to wait for"
+    await one.close()
+    parts, forgotten = Participants(states), rollout(8, batch=1)
+    with pytest.raises(NotTakenUp, match=r"call rollout\.restore"):
+        parts.add(forgotten.participant)
+    assert not forgotten.participant.attached and parts.states() == states, "the store's state is carried on"
+    parts.add(again(states, 1, batch=1).participant)
 
 
 @on_virtual_time
@@ -412,7 +431,7 @@ async def test_a_rollout_that_cannot_stand_still_costs_the_snapshot_and_stays_re
 @on_virtual_time
 async def test_a39_a40_a_checkpoint_waits_for_a_snapshot_without_leases_or_open_publications() -> None:
     one = rollout(4, batch=1)
-    one.participant.attach()
+    one.participant.attach({})
     causes: list[str] = []
 
     def snapshot(cause: str) -> None:
@@ -463,7 +482,7 @@ class Part:
     def __init__(self, *names: str, refuses: bool = False) -> None:
         self.names, self.refuses, self.events = names, refuses, []
 
-    def attach(self) -> None:
+    def attach(self, carried: Mapping[str, bytes]) -> None:
         self.events.append("attach")
 
     def owns(self, name: str) -> bool:

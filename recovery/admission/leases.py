@@ -54,8 +54,15 @@ class Leases:
         self.newest = lease.rollout
         return lease
 
+    def check_open(self, lease: Lease) -> None:
+        """Raise LeaseSpent if it was settled before, or is another owner's."""
+        if self._open.get(lease.rollout) is not lease:
+            raise LeaseSpent(
+                f"the lease of rollout {lease.rollout} is not open here: it was committed or rolled back already, or "
+                "another rollout issued it (a lease is settled once)"
+            )
+
     def spend(self, lease: Lease) -> None:
         """The one settlement attempt begins. Raises LeaseSpent, with nothing changed, if there was one."""
-        if self._open.get(lease.rollout) is not lease:
-            raise LeaseSpent(f"the lease of rollout {lease.rollout} is not open here")
+        self.check_open(lease)
         del self._open[lease.rollout]

@@ -235,6 +235,7 @@ class Ownership:
         self._roll_back(records, Why.OTHER)
 
     def _spend(self, lease: Lease) -> list[Record]:
+        self.leases.check_open(lease)
         records = self.attempts.check(lease.receipts, Phase.LEASED)
         self.leases.spend(lease)
         return records

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from recovery.admission.rollout import FullyAsyncRollout
 
 
+class NotTakenUp(Exception):
+    """A program error: the store has a state of the rollout, and the rollout began without it."""
+
+
 class NotCovered(Exception):
     """No published snapshot knows the batch of that rollout as settled."""
 
@@ -52,7 +56,14 @@ class RolloutParticipant:
         finally:
             self._strict, self.refused = False, None
 
-    def attach(self) -> None:
+    def attach(self, carried: Mapping[str, bytes]) -> None:
+        """Raises NotTakenUp: what was trained would be generated and trained on again."""
+        if carried and not self._rollout.state.taken_up:
+            raise NotTakenUp(
+                "the restored snapshot has a state of this rollout, which was not taken up: call "
+                "rollout.restore(session.restored.states, rollout=..., version=..., lineage=...) before "
+                "session.participants.add(rollout.participant)"
+            )
         self.attached = True
 
     def owns(self, name: str) -> bool:

@@ -222,8 +222,7 @@ class ReplaySource:
 
         Only on a source of which nothing was reserved yet (A44).
         """
-        if self._frontier:
-            raise NotOutstanding("a state is taken up before the first reservation, not after it")
+        self.check_untouched()
         try:
             self._check_state(state, rollout)
             requeued = {int(g): _Draws(*d) for g, *d in (*state["requeued"], *state["outstanding"])}
@@ -238,6 +237,11 @@ class ReplaySource:
             if when > rollout:
                 requeued[group] = replace(draws, draw=draws.draw + 1)
         self._frontier, self._requeued, self.saved = frontier, requeued, max(saved, rollout)
+
+    def check_untouched(self) -> None:
+        """(A44) Raise NotOutstanding if anything was reserved."""
+        if self._frontier:
+            raise NotOutstanding("a state is taken up before the first reservation, not after it: restore, then start")
 
     def _check_state(self, state: Mapping[str, Any], rollout: int) -> None:
         present = {

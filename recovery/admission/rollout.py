@@ -197,7 +197,8 @@ class FullyAsyncRollout:
         """Whether a published snapshot covers the rollout: then its checkpoint may be written. False: the deadline.
 
         `want_snapshot` is told that one is wanted. (A39, A40) Raises the NotPrepared that kept it from being taken: no
-        lease may be open, nothing retained, nothing unresolved at the trainer.
+        lease may be open, nothing retained, nothing unresolved at the trainer. Where the rollout is part of no
+        snapshots (participants.add was not called), there is nothing to wait for.
         """
         deadline = Deadline(timeout_s)
         with self.participant.strictly():

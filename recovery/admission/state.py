@@ -41,6 +41,7 @@ class RolloutState:
     def __init__(self, ownership: Ownership, source: ReplaySource) -> None:
         self._own = ownership
         self._source = source
+        self.taken_up = False
         self._finished: dict[tuple[int, int], tuple[PolicyVersion | None, tuple[Sample, ...]]] = {}
 
     # ---- out ---------------------------------------------------------------------------------------------------
@@ -68,14 +69,16 @@ class RolloutState:
         """Take up a snapshot's states, for a trainer at its checkpoint after `rollout`, at version number `version`.
 
         `lineage` names the trainer's branch from here on: a name that was never used, e.g. with the store's epoch in
-        it. Raises FingerprintMismatch or Damaged, nothing changed.
+        it. Raises FingerprintMismatch or Damaged, and NotOutstanding after the first reservation; nothing changed then.
         """
+        self._source.check_untouched()
         check_fits(states, rollout)
         if NAME not in states:
             fresh = PolicyVersions(PolicyVersion(self._own.versions.current.lineage, version))
             fresh.fork(lineage, version)
             self._own.leases.newest = rollout
             self._own.versions.take_over(fresh)
+            self.taken_up = True
             return
         state = _parsed(states, NAME)
         try:
@@ -91,6 +94,7 @@ class RolloutState:
         self._finished = groups
         self._own.versions.take_over(versions)
         self._own.leases.newest = rollout
+        self.taken_up = True
 
     def take_finished(self, record: Record) -> tuple[Sample, ...] | None:
         """The stored samples of a group that is being begun, its version put back; None if it must be generated."""
@@ -110,7 +114,8 @@ def check_fits(states: Mapping[str, bytes], rollout: int) -> None:
         if rollout:
             raise FingerprintMismatch(
                 f"the trainer is at rollout {rollout}, and the snapshot has no rollout in it",
-                hint="use the store that the trainer's run was made with",
+                hint="use the store that the trainer's run was made with; if this is the one, that run left out "
+                "session.participants.add(rollout.participant), and the trainer has to begin anew",
             )
         return
     state = _parsed(states, NAME)
