@@ -41,7 +41,7 @@ def test_killed_within_a_push_and_while_generating_every_sample_is_trained_once(
     again = live(folder, arguments)
     assert again.returncode == 0 and again.figures["trained"] == 20, "nothing is left to do, and nothing is done"
     other = live(folder, [*arguments, "--batch", "3"])
-    assert other.returncode == 2 and "begun with other arguments" in other.text
+    assert other.returncode == 2 and "begun with other arguments: --" in other.text and ", now " in other.text
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:

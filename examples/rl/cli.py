@@ -58,6 +58,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if found["lost"] == found["doubled"] == found["open_leases"] == 0 else 1
 
 
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1 is needed")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.rl",
@@ -72,13 +78,13 @@ def _parser() -> argparse.ArgumentParser:
         default="tiny",
         help="tiny: a random Llama of 0.2 M weights; smollm2: SmolLM2-135M; or a model folder",
     )
-    add("--prompts", type=int, default=24, help="rows of the task (default %(default)s)")
-    add("--samples", type=int, default=4, help="answers to each prompt: a group (default %(default)s)")
-    add("--batch", type=int, default=2, help="groups of an optimizer step (default %(default)s)")
-    add("--shortest", type=int, default=8, help="tokens of the shortest answer (default %(default)s)")
-    add("--longest", type=int, default=200, help="tokens of the longest answer (default %(default)s)")
+    add("--prompts", type=_positive, default=24, help="rows of the task (default %(default)s)")
+    add("--samples", type=_positive, default=4, help="answers to each prompt: a group (default %(default)s)")
+    add("--batch", type=_positive, default=2, help="groups of an optimizer step (default %(default)s)")
+    add("--shortest", type=_positive, default=8, help="tokens of the shortest answer (default %(default)s)")
+    add("--longest", type=_positive, default=200, help="tokens of the longest answer (default %(default)s)")
     add("--learning-rate", type=float, default=1e-2, help="of AdamW (default %(default)s)")
-    add("--save-every", type=int, default=2, help="steps between two checkpoints (default %(default)s)")
+    add("--save-every", type=_positive, default=2, help="steps between two checkpoints (default %(default)s)")
     add("--max-policy-version-lag", type=int, default=4, help="oldest tokens trained on (default %(default)s)")
     add("--snapshot-interval", type=float, default=2.0, metavar="S", help="seconds between snapshots beside those")
     return parser
@@ -86,12 +92,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _job(arguments: argparse.Namespace) -> Job:
     folder: Path = arguments.dir
+    made = {"tiny": make_tiny_llama, "smollm2": make_smollm2}.get(arguments.model)
+    if made is None and not (Path(arguments.model) / "config.json").exists():
+        raise ConfigError(
+            f"{arguments.model} is no model folder", hint="use tiny, smollm2, or a folder with a config.json"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     _check_same(folder / "job.json", {key: value for key, value in vars(arguments).items() if key != "dir"})
-    made = {"tiny": make_tiny_llama, "smollm2": make_smollm2}.get(arguments.model)
     model = Path(arguments.model) if made is None else made(folder / "model")
-    if not (model / "config.json").exists():
-        raise ConfigError(f"{model} is no model folder", hint="use tiny, smollm2, or a folder with a config.json")
     rollout = RolloutConfig(
         max_policy_version_lag=arguments.max_policy_version_lag,
         max_executing_groups=4,
@@ -123,8 +131,14 @@ def _check_same(path: Path, given: dict[str, Any]) -> None:
         new = path.with_name(f"{path.name}.new")
         new.write_text(text, encoding="utf-8")
         new.replace(path)
-    if path.read_text(encoding="utf-8") != text:
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if stored != given:
+        changed = ", ".join(
+            f"--{name.replace('_', '-')} {stored.get(name)}, now {value}"
+            for name, value in given.items()
+            if stored.get(name) != value
+        )
         raise ConfigError(
-            f"{path} was begun with other arguments than these",
+            f"{path} was begun with other arguments: {changed}",
             hint="give those in it, or another --dir",
         )
