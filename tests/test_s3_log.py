@@ -191,7 +191,7 @@ def test_s1_a_job_snapshots_and_restores_on_a_busy_server(
         assert second.run_to_end() == reference_answers()
         first.close()
         second.close()
-        assert store.counters.busy == store.counters.retries > 10
+        assert store.counters.busy == store.counters.retries > 0
     again = Life(store_at(server.url, prefix), 3, segments=MixedSegmentCodec(codec), ledgers=ArrowLedgerCodec())
     assert again.answers() == reference_answers()
     again.close()
