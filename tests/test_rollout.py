@@ -540,6 +540,13 @@ async def test_a49_cancelling_who_closes_does_not_cancel_the_close() -> None:
 # ---- prefixes ---------------------------------------------------------------------------------------------------
 
 
+def three_updates(one: FullyAsyncRollout) -> None:
+    """As if three versions had been published before anything was begun."""
+    for _ in range(3):
+        one.ownership.versions.begin(one.ownership.versions.next)
+        one.ownership.versions.succeed()
+
+
 class Saved:
     """Prefixes by request id, and what was forgotten."""
 
@@ -563,9 +570,7 @@ async def test_v12_v17_v18_a_prefix_that_is_too_old_sends_its_whole_group_to_a_n
     young = Prefix(20, frozenset({PolicyVersion("a", 3)}))
     saved, engine = Saved(p0_0=old, p0_1=young, p1_1=young), Engine()
     one = rollout(2, samples=2, engines=[engine], prefixes=saved, max_policy_version_lag=2)
-    for _ in range(3):
-        one.ownership.versions.begin(one.ownership.versions.next)
-        one.ownership.versions.succeed()
+    three_updates(one)
     one.start()
     for _ in range(2):
         one.commit(await batch_of(one))
@@ -599,9 +604,7 @@ async def test_v17_siblings_of_a_stale_prefix_go_on_if_one_may() -> None:
     old, young = (Prefix(30, frozenset({PolicyVersion("a", number)})) for number in (0, 3))
     saved, engine = Saved(p0_0=old, p0_1=young, p1_0=old, p1_1=old), Engine()
     one = rollout(2, samples=2, engines=[engine], prefixes=saved, max_policy_version_lag=2, stale_granularity="sibling")
-    for _ in range(3):
-        one.ownership.versions.begin(one.ownership.versions.next)
-        one.ownership.versions.succeed()
+    three_updates(one)
     one.start()
     for _ in range(2):
         one.commit(await batch_of(one))
@@ -618,9 +621,7 @@ async def test_pin_weights_sends_a_prefix_to_the_engine_that_stays_at_its_versio
     pinned.pinned = PolicyVersion("a", 1)  # type: ignore[attr-defined]
     saved = Saved(p0_0=versioned(1), p1_0=versioned(2), p2_0=versioned(3))
     one = rollout(4, engines=[pinned, following], prefixes=saved, on_stale="pin_weights", max_executing_groups=4)
-    for _ in range(3):
-        one.ownership.versions.begin(one.ownership.versions.next)
-        one.ownership.versions.succeed()
+    three_updates(one)
     one.start()
     for _ in range(4):
         one.commit(await batch_of(one))

@@ -68,9 +68,8 @@ class RecoverySession:
     `parity`: what the self-test saw, if there was one.
     `pulls`: set it where parity.self_test saw the pull capture agree; FINAL_ONLY requests are then read, not streamed.
     `keeps_ranks`: set it to False where nobody looks at ranks: with `logprobs: 0` they are then not captured.
-    `on_tokens`, if set, is told on the loop of each captured engine output: the call and its number of new tokens;
-    `on_left` of each call whose stream is over.
-    `on_attempt`, if set, is told in the coordinator's thread of each snapshot attempt.
+    `on_tokens`, if set, is told on the loop of each captured output: the call and its number of new tokens; `on_left`
+    of each call whose stream is over. `on_attempt`, if set, is told in the coordinator's thread of each attempt.
     """
 
     def __init__(self, config: CheckpointingConfig, opened: Opened | None, *, keeps_results: bool = False) -> None:
@@ -357,7 +356,8 @@ class RecoverySession:
             self._loop.call_soon_threadsafe(work, *arguments)
 
     def want_snapshot(self, cause: str = "request") -> None:
-        """Ask for a snapshot soon; returns at once. From any thread."""
+        """Ask for a snapshot soon; returns at once, from any thread. Raises what stops this process, if anything."""
+        self.raise_if_failed()
         if self.capturing:
             self.snapshots.request(cause)
 

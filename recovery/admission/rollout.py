@@ -134,7 +134,7 @@ class FullyAsyncRollout:
             version: the number of the policy version in that checkpoint.
             lineage: a name that was never used (with the store's epoch in it, say), for the versions from here on.
 
-        Raises FingerprintMismatch or Damaged, with nothing changed.
+        Raises FingerprintMismatch, Damaged, or NotOutstanding after `start`, with nothing changed.
         """
         self.state.restore(states, rollout=rollout, version=version, lineage=lineage)
         self._prefixes.forget(self._source.spent(self._prefixes.known()))
