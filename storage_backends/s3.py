@@ -273,6 +273,7 @@ class S3Store:
             who=here.who() if failure.kind in (Kind.REFUSED, Kind.EXPIRED) else "",
             tries=failed.tries,
             maybe_done=maybe_done,
+            worked=here.worked,
         )
         error.__cause__ = failure.cause
         return error

@@ -110,6 +110,8 @@ class Client:
         self._fs: Any = None
         self._replaced: Any = None
         self.generation = 0
+        self.worked = False
+        """Whether a request was ever done."""
         self.counters = S3Counters()
         _clients.add(self)
 
@@ -121,10 +123,12 @@ class Client:
         """Result of `work`; raises what it raises, or TimeoutError."""
         future = asyncio.run_coroutine_threadsafe(self._do(work), self._io.loop)
         try:
-            return future.result(timeout_s)
+            found = future.result(timeout_s)
         except BaseException:
             future.cancel()
             raise
+        self.worked = True
+        return found
 
     async def _do(self, work: Work[T]) -> T:
         with self._lock:

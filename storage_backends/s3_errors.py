@@ -25,7 +25,7 @@ from recovery.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from storage_backends.s3_failures import Failure, Kind
+from storage_backends.s3_failures import FILES, Failure, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,21 @@ _ACTIONS |= {"ListObjectsV2": "s3:ListBucket", "DeleteObject": "s3:DeleteObject"
 
 
 def error_of(
-    failure: Failure, request: Request, *, endpoint: str, region: str, who: str, tries: int, maybe_done: bool
+    failure: Failure,
+    request: Request,
+    *,
+    endpoint: str,
+    region: str,
+    who: str,
+    tries: int,
+    maybe_done: bool,
+    worked: bool,
 ) -> RecoveryError:
-    """The error that the caller of a verb gets. `maybe_done`: a create that may have been done in one of the tries."""
+    """The error that the caller of a verb gets.
+
+    `maybe_done`: a create that may have been done in one of the tries. `worked`: some request was answered before, so
+    that what is wrong with the credentials now is not how the store was set up.
+    """
     often = f" ({tries} times)" if tries > 1 else ""
     said = f"{request}: {endpoint} answered {failure.answer}{often}"
     if maybe_done:
@@ -60,6 +72,12 @@ def error_of(
         case Kind.NO_BUCKET | Kind.MISSING:
             hint = "make the bucket, or check its name and AWS_ENDPOINT_URL"
             return NoStore(f"there is no store at {request.url}: {endpoint} has no bucket {request.bucket}", hint=hint)
+        case Kind.NO_CREDENTIALS if failure.code == FILES and not worked:
+            return ConfigError(f"{request}: {failure.answer}", hint=_CHECK)
+        case Kind.NO_CREDENTIALS:
+            hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or run where a role is given"
+            again = "write them anew where they come from: a running job goes on by itself, else run it again"
+            return CredentialsRefused(f"{request}: {failure.answer}", hint=again if worked else hint)
         case Kind.REFUSED | Kind.EXPIRED:
             return _refused(failure, request, said, who)
         case Kind.SKEWED:
@@ -72,8 +90,7 @@ def error_of(
         case Kind.FULL:
             return StoreFull(said, hint="make room in the bucket or raise its quota; what was published is intact")
         case Kind.CONFIG:
-            hint = "check AWS_ENDPOINT_URL, AWS's own files, and docs/s3.md"
-            return ConfigError(f"{request}: {failure.answer}", hint=hint)
+            return ConfigError(f"{request}: {failure.answer}", hint=_CHECK)
         case Kind.UNREACHABLE:
             hint = "check that the server runs, and AWS_ENDPOINT_URL"
             return StoreUnavailable(f"{request}: cannot reach {endpoint}{often}: {failure.answer}", hint=hint)
@@ -85,15 +102,13 @@ def error_of(
             return StoreUnavailable(said, hint="see what the server's documentation says of this code")
 
 
+_CHECK = "check AWS_ENDPOINT_URL, AWS's own files, and docs/s3.md"
 _WAIT = "wait for the server, or look at its state; the same call may be made again"
 _FIND_REGION = "set AWS_REGION to what `aws s3api get-bucket-location --bucket {}` says"
 
 
 def _refused(failure: Failure, request: Request, said: str, who: str) -> CredentialsRefused:
     action = _ACTIONS.get(request.operation, request.operation)
-    if failure.code == "NoCredentials":
-        hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or run where a role is given"
-        return CredentialsRefused(f"{request}: {failure.answer}", hint=hint)
     if failure.kind is Kind.EXPIRED:
         hint = "renew the credentials where they come from: a running job goes on by itself, else run it again"
         return CredentialsRefused(f"{said}, for {who}: they are out of date or unknown", hint=hint)

@@ -36,12 +36,17 @@ class Kind(enum.Enum):
     LOST = "no answer"
     UNREACHABLE = "not sent"
     EXPIRED = "credentials out of date"
+    NO_CREDENTIALS = "none were found"
     REFUSED = "not allowed"
     SKEWED = "the clocks differ"
     REGION = "another region"
     FULL = "no room"
     CONFIG = "cannot be asked like this"
     OTHER = "another refusal"
+
+
+FILES = "AWS's files"
+"""`code` where they cannot be read, or lack the profile that was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +131,9 @@ def understand(error: BaseException) -> Failure | None:
             | boto.TokenRetrievalError()
             | boto.SSOError()
         ):
-            return Failure(kind=Kind.REFUSED, answer=_first_line(error), cause=error, code="NoCredentials")
+            return Failure(kind=Kind.NO_CREDENTIALS, answer=_first_line(error), cause=error)
+        case boto.ConfigParseError() | boto.ProfileNotFound():
+            return Failure(kind=Kind.NO_CREDENTIALS, answer=_first_line(error), cause=error, code=FILES)
         case RecursionError():  # botocore asks for the bucket's region for ever, of a server that only redirects
             return Failure(kind=Kind.REGION, answer="a redirect that names no region", cause=error)
         case boto.BotoCoreError():

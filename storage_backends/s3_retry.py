@@ -7,7 +7,8 @@ Invariants:
 1. A repetition is the same request with the same bytes, signed anew.
 2. What passes with time (busy, a conflict, a lost answer) is repeated until `retry_for_s` is over. A server that cannot
    be reached is tried UNREACHABLE_TRIES times. Credentials that are out of date are looked up anew once, and a request
-   that came with a wrong time is made once more.
+   that came with a wrong time is made once more. Where none are found any more, somebody may be writing them at this
+   moment: they are looked up anew until `retry_for_s` is over, and by every later request.
 3. Pauses double from PAUSE_S to PAUSE_MAX_S, each shortened by a random share, so that writers do not come back
    together; a server that says when to come back is obeyed within that.
 4. Time and chance are given from outside.
@@ -82,6 +83,9 @@ def attempt(client: Client, work: Work[T], *, timeout_s: float, retry_for_s: flo
             again = pace.monotonic() - began + pause_s < retry_for_s
         elif kind is Kind.UNREACHABLE:
             again = tries < UNREACHABLE_TRIES
+        elif kind is Kind.NO_CREDENTIALS:
+            client.renew(generation)  # or whoever comes next would go on without any
+            again = client.worked and pace.monotonic() - began + pause_s < retry_for_s
         else:
             again = kind in once_more and (kind is not Kind.EXPIRED or client.renew(generation))
             once_more.discard(kind)

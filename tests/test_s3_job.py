@@ -121,7 +121,9 @@ def test_s7_credentials_that_expire_during_a_job(
 
     def renew(token: str) -> None:
         account = f"[default]\naws_access_key_id={KEY}\naws_secret_access_key={SECRET}\naws_session_token={token}\n"
-        s3_environment.write_text(account)
+        new = s3_environment.with_suffix(".new")
+        new.write_text(account)
+        new.replace(s3_environment)  # half-written files: test_s3_refusals.py
 
     def token_of(seen: faults.Seen) -> str:
         return seen.headers.get("x-amz-security-token", "")

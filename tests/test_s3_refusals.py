@@ -178,6 +178,20 @@ def test_s7_credentials_that_nobody_renewed_are_told(store: S3Store, proxy: Faul
     assert store.get("a") == b"1", "a later call finds what was renewed meanwhile"
 
 
+@pytest.mark.parametrize("unfinished", ["", "[default]\n", f"[default]\naws_access_key_id={KEY}\n", "[defau"])
+def test_s7_a_file_that_was_read_while_it_was_written_is_read_again(
+    store: S3Store, proxy: FaultProxy, from_file: Path, unfinished: str
+) -> None:
+    """S7: who renews credentials may truncate the file first; whoever reads it then finds none, or half of them."""
+    proxy.plan = faults.expiring("old", after=1)
+    store.put_new("a", b"1")
+    from_file.write_text(unfinished)
+    with pytest.raises(CredentialsRefused):
+        store.get("a")
+    _write_credentials(from_file, "new")
+    assert store.get("a") == b"1"
+
+
 def test_s7_given_credentials_cannot_be_renewed(proxy: FaultProxy, open_at: Callable[..., S3Store]) -> None:
     store = open_at(proxy.url, key=KEY, secret=SECRET, token="old")
     proxy.plan = faults.expiring("old", after=0)
