@@ -9,6 +9,7 @@ SCHEDULES ?= 10000
 ROLLOUTS ?= 10000
 RL_KILLS ?= 10
 WORKERS ?= 2
+SEED ?= 1
 PARITY ?= 232
 ARGS ?=
 
@@ -30,9 +31,9 @@ setup: $(VENV)/ready  ## make the environment in .venv (a few minutes, 4 GB)
 demo: $(VENV)/ready  ## kill and continue a job of a real model; compare it token for token (ARGS=... passed on)
 	$(BIN)/prefix-recovery demo $(ARGS)
 
-test: $(VENV)/ready  ## run all tests, in WORKERS=2 processes (ARGS=... passed on to pytest)
+test: $(VENV)/ready  ## run all tests from SEED=1, in WORKERS=2 processes (ARGS=... passed on to pytest)
 	@.ci/browser || true  # the tests that need one fail, and say so
-	$(BIN)/python -m pytest -q --durations=10 -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -q --durations=10 -n $(WORKERS) --seed $(SEED) --hypothesis-seed $(SEED) $(ARGS)
 
 check: $(VENV)/ready docs  ## ruff, mypy, the site of the documentation and the test of the import arrows
 	$(BIN)/ruff check .
