@@ -4,7 +4,7 @@ The reference is the wrapper: the engine is asked for deltas, each captured as i
 agree, a FINAL_ONLY request is left alone instead and read at each cut (pull.py).
 
 Owns: the order capture -> fence -> terminal for one call, and which requests are passed through uncaptured.
-Does not know: stores, snapshots, threads. It talks to one RecoverySession on the engine's event loop.
+Does not know: stores, snapshots, threads. It talks to one Capturing on the engine's event loop.
 
 Invariants:
 1. A token is in the call's buffer before the caller sees it.
@@ -29,10 +29,10 @@ from recovery.model import FINISH_REASONS, Request
 from recovery.resume_table import DRAWS, GENERATOR_DRAWS, POSITION_DRAWS, is_greedy
 from vllm_hooks import siblings, surface, top_logprobs
 from vllm_hooks.adapters import Adapters
+from vllm_hooks.capturing import Capturing
 from vllm_hooks.marks import SCHEME
 from vllm_hooks.outputs import Assembly
 from vllm_hooks.pull import Pulled, PullReader, can_pull
-from vllm_hooks.session import RecoverySession
 
 
 class RecoverableEngine:
@@ -46,10 +46,10 @@ class RecoverableEngine:
     same call, and is carried on from its saved tokens. Everything else is delegated to the engine.
     """
 
-    def __new__(cls, engine: Any, session: RecoverySession) -> Any:
+    def __new__(cls, engine: Any, session: Capturing) -> Any:
         return super().__new__(cls) if session.capturing else engine
 
-    def __init__(self, engine: Any, session: RecoverySession) -> None:
+    def __init__(self, engine: Any, session: Capturing) -> None:
         self._engine = engine
         self._session = session
         self._tokenizer = surface.tokenizer_of(engine)
