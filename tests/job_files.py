@@ -15,6 +15,9 @@ import yaml
 
 from prefix_recovery.interrupted import Comparison, compare, read_rows
 from prefix_recovery.processes import Identity
+from recovery.model import Chunk, Ended, Record
+from recovery.ports import ObjectStore
+from storage_backends.arrow_segments import ArrowSegmentCodec
 from tests.engine_runs import prompts as token_prompts
 
 ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 192 << 20}
@@ -77,6 +80,20 @@ def assert_whole(rows: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[
     assert found == Comparison(0, 0, 0, found.largest_logprob_gap), found
     assert len(rows) == len(reference)
     assert found.largest_logprob_gap <= 2e-5
+
+
+def saved_in_mid_decode(store: ObjectStore) -> int:
+    """How many calls have tokens in the segments of a store, published or not, and no end.
+
+    That a segment is there says less: a cut may come before any token, and what a flush carried may have ended.
+    """
+    codec = ArrowSegmentCodec()
+    records: list[Record] = []
+    for item in store.list("seg/"):
+        data = store.get(item.key)
+        records += codec.decode(data, codec.describe(item.key, data))
+    ended = {record.call_id for record in records if isinstance(record, Ended)}
+    return len({record.call_id for record in records if isinstance(record, Chunk)} - ended)
 
 
 def lock_of(folder: Path) -> dict[str, Any]:

@@ -21,9 +21,12 @@ import numpy.typing as npt
 from prefix_recovery.interrupted import RunFigures
 from prefix_recovery.processes import Identity, descendants
 from prefix_recovery.tally import read_tally
+from storage_backends import open_store
+from tests.job_files import saved_in_mid_decode
 
 COMMAND = ("-m", "prefix_recovery")
-_DEADLINE_S = 120.0
+_DEADLINE_S = 240.0
+"""For anything that a job does, its start among it: ten times what a busy machine took."""
 
 
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = _DEADLINE_S) -> None:
@@ -98,9 +101,19 @@ class JobProcess:
 
     def after(self, n_tokens: int) -> JobProcess:
         """Wait until that many tokens are decoded. Raises AssertionError if the process ends before."""
-        wait_until(lambda: self.decoded >= n_tokens or self.process.poll() is not None, f"{n_tokens} tokens decoded")
+        try:
+            wait_until(lambda: self.decoded >= n_tokens or self.process.poll() is not None, f"{n_tokens} tokens")
+        except TimeoutError as error:
+            raise AssertionError(f"{error}; {self.decoded} were decoded:\n{self.text[-4000:]}") from None
         assert self.process.poll() is None, f"it ended before {n_tokens} tokens:\n{self.text[-4000:]}"
         return self
+
+    def stop_decoding(self) -> None:
+        """Stop its engine where it is (SIGSTOP); its client goes on. The test has time to look, and to kill."""
+        os.kill(self.engine_core().pid, signal.SIGSTOP)
+
+    def decode_again(self) -> None:
+        os.kill(self.engine_core().pid, signal.SIGCONT)
 
     def signal_group(self, number: signal.Signals) -> None:
         os.killpg(self.process.pid, number)
@@ -125,6 +138,19 @@ class JobProcess:
     def figures(self) -> RunFigures:
         """Once it has ended."""
         return RunFigures(self.process.wait(), self.killed, time.monotonic() - self.began, self.counts())
+
+
+def stop_with_something_saved(job: JobProcess, url: str, **options: object) -> None:
+    """Stop its engine, and wait until its store has tokens of a call that has not ended: its next cut puts them there.
+
+    From a kill after this there is something to resume, however slow the disk or this process is.
+    """
+    job.stop_decoding()
+    store = open_store(url, **options)
+    try:
+        wait_until(lambda: saved_in_mid_decode(store) > 0, "tokens of an unfinished call in the store")
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}\n{job.text[-4000:]}") from None
 
 
 @contextmanager
