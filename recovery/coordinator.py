@@ -41,6 +41,16 @@ DELETING_SHARE = 0.5
 """Of an attempt's time: deletions stop there, so that a great deal of garbage does not hold up the next snapshot."""
 
 
+class Joined(Protocol):
+    """Participants that may be slow, hang or die (recovery.participants): asked before anybody is held up."""
+
+    def ask(self, timeout_s: float) -> Mapping[str, bytes]:
+        """Their states, by name. Raises SnapshotAbandoned."""
+
+    def tell(self, published: bool) -> None:
+        """How it ended; returns at once."""
+
+
 class Fleet(Protocol):
     """The side that decodes: one process, or many behind one object. Every call returns within `timeout_s`."""
 
@@ -156,9 +166,11 @@ class Coordinator:
         fingerprint: str,
         run: Callable[[Callable[[], object], float], object] = in_this_thread,
         compactor: Compactor | None = None,
+        joined: Joined | None = None,
     ) -> None:
         self._publication = publication
         self._compactor = compactor
+        self._joined = joined
         self._fleet = fleet
         self._clock = clock
         self._timeout_s = timeout_s
@@ -236,14 +248,16 @@ class Coordinator:
     def _do(self, effect: Effect, attempt: Attempt, deadline: float) -> None:
         fleet, left_s = self._fleet, self._left(deadline)
         match effect:
-            case Effect.ACQUIRE_HOLD:
+            case Effect.ASK:
                 # What still hangs of an earlier attempt is waited for before anybody is held up.
                 self._bounded(lambda: None, left_s)
-                fleet.acquire_hold(f"snapshot ({attempt.cause})", self._left(deadline))
+                self._states = self._joined.ask(self._left(deadline)) if self._joined is not None else {}
+            case Effect.ACQUIRE_HOLD:
+                fleet.acquire_hold(f"snapshot ({attempt.cause})", left_s)
             case Effect.RAISE_FENCE:
                 fleet.raise_fence(left_s)
             case Effect.PREPARE:
-                self._states = fleet.prepare(left_s)
+                self._states = {**self._states, **fleet.prepare(left_s)}
             case Effect.CUT:
                 fleet.cut(left_s)
             case Effect.STAGE:
@@ -260,7 +274,10 @@ class Coordinator:
             case Effect.LOWER_FENCE:
                 fleet.lower_fence()
             case Effect.RESUME:
-                fleet.resume(attempt.snapshot is not None)
+                published = attempt.snapshot is not None
+                if self._joined is not None:
+                    self._joined.tell(published)
+                fleet.resume(published)
             case Effect.RELEASE_HOLD:
                 fleet.release_hold()
 

@@ -26,6 +26,7 @@ Does not know: who raises it, how it is printed (the command lines do that), any
         │   └── NotFoundOrRefused 12    the store does not say which: allow listing, or check the name
         ├── FormatNotUnderstood 13
         ├── NothingPublished    14
+        ├── ParticipantFailed    1      an agent or tool did not take its state up: mend it, run again
         └── FingerprintMismatch 15
 
 Invariants:
@@ -178,6 +179,10 @@ class NothingPublished(CannotRestore):
     """The store has no snapshot (that could be used)."""
 
     exit_code = 14
+
+
+class ParticipantFailed(CannotRestore):
+    """A participant did not take up the state that the store has of it."""
 
 
 class FingerprintMismatch(CannotRestore):

@@ -1,31 +1,135 @@
 """Whose states go into a snapshot beside the calls.
 
 Owns: the participants of one process, and the states that nobody here has taken up yet.
-Does not know: what a state means, when a snapshot is taken. Everything here runs on the event loop, without a wait.
+Does not know: what a state means, when a snapshot is taken, how one participant is called (asking.py).
+
+Two kinds join: those that never wait are called on the event loop, in the very step of the hold (`add`); those that may
+are asked in threads of their own before anybody is held up (`join`).
 
 Invariants:
 1. Who was held is released, whoever refused; releasing who is not held is harmless.
 2. A restored state stays in every snapshot until a participant that owns its name is there; from then on only that
    participant's word counts, also when it leaves the name out.
 3. No two participants give a state of one name.
+4. All are asked at the same time, and nobody waits for a participant but the snapshot that asked: not a call, not a
+   lease, no other participant once one has failed.
+5. A state that was given is in that snapshot or in none; one that did not come costs the attempt.
 """
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Mapping
 
-from recovery.errors import ProgramError
-from recovery.ports import Participant
+from recovery.asking import Asked, Faults
+from recovery.blobs import packed, unpacked
+from recovery.errors import InputError, ParticipantFailed, ProgramError, SnapshotAbandoned
+from recovery.membership import State
+from recovery.ports import Clock, LoopParticipant, Participant
+
+PREFIX = "participant-"
+"""Of the name of the state of one that joined."""
+
+_NAME = re.compile(r"[a-z0-9._-]{1,64}")
 
 
 class Participants:
-    """`carried`: the states that a restore brought back."""
+    """`carried`: the states that a restore brought back; `rewound`: it was asked for an older snapshot by its id."""
 
-    def __init__(self, carried: Mapping[str, bytes]) -> None:
+    def __init__(self, carried: Mapping[str, bytes], clock: Clock, *, rewound: bool = False) -> None:
         self._carried = dict(carried)
-        self._all: list[Participant] = []
+        self._clock = clock
+        self._rewound = rewound
+        self._all: list[LoopParticipant] = []
+        self._changed = threading.Condition()
+        self._joined: dict[str, Asked] = {}
+        self._given: frozenset[str] = frozenset()
 
-    def add(self, one: Participant) -> None:
+    # ---- those that may wait: from any thread but the loop's ---------------------------------------------------
+
+    def join(self, one: Participant, timeout_s: float) -> None:
+        """Have it take up its state, if there is one; from the next snapshot on it is asked for it. Blocks.
+
+        Args:
+            one: see the port.
+            timeout_s: for each of its methods.
+
+        Raises InputError for a name that cannot be used, Damaged for a stored state that does not match its digest,
+        and ParticipantFailed if it did not take its state up in time; the state then stays in every snapshot.
+        """
+        name = PREFIX + one.name
+        with self._changed:
+            if not _NAME.fullmatch(one.name) or name in self._joined:
+                why = "is taken" if name in self._joined else "is not 1 to 64 of a-z 0-9 . _ -"
+                raise InputError(f"the participant's name {one.name!r:.80} {why}", hint="give it another name")
+            carried = self._carried.get(name)
+            state = None if carried is None else unpacked(carried, name)
+            asked = Asked(one, timeout_s, self._clock, self._changed, restores=state is not None)
+            self._joined[name] = asked
+        if state is None:
+            return
+        raised = asked.restore(state, self._rewound)
+        with self._changed:
+            if raised is not None:
+                self._joined.pop(name, None)
+                raise ParticipantFailed(
+                    f"participant {one.name!r} did not take up its state: {raised!r}",
+                    hint="mend it and run again; what the store has of it stays in every snapshot",
+                ) from raised
+
+    def leave(self, name: str) -> None:
+        """It has ended: from the next snapshot on nothing of it is kept. Harmless for one that is not there."""
+        with self._changed:
+            self._carried.pop(PREFIX + name, None)
+            asked = self._joined.pop(PREFIX + name, None)
+        if asked is not None:
+            asked.leave()
+
+    @property
+    def faults(self) -> dict[str, Faults]:
+        """What went wrong with each that joined, by its name."""
+        with self._changed:
+            return {asked.name: asked.faults for asked in self._joined.values()}
+
+    def ask(self, timeout_s: float) -> dict[str, bytes]:
+        """The states of all that joined, by name. Raises SnapshotAbandoned, naming the first that gave none."""
+        deadline = self._clock.monotonic() + timeout_s
+        with self._changed:
+            self._given = frozenset()
+            # One whose restore is under way has a carried state, and that still counts (invariant 2).
+            asked = {name: one for name, one in self._joined.items() if one.state is not State.RESTORING}
+        refused = [error for one in asked.values() if (error := one.ask(deadline)) is not None]
+        if refused:
+            raise refused[0]
+        with self._changed:
+            while True:
+                answers = {name: one.answer(deadline) for name, one in asked.items()}
+                failed = [error for error in answers.values() if isinstance(error, SnapshotAbandoned)]
+                if failed:
+                    raise failed[0]
+                waits = [min(one.due, deadline) for one in asked.values() if one.state is State.PREPARING]
+                if not waits:
+                    break
+                self._changed.wait(max(0.0, min(waits) - self._clock.monotonic()))
+            found = {name: state for name, state in answers.items() if isinstance(state, bytes)}
+            self._given = frozenset(found)
+        return {name: packed(state) for name, state in found.items()}
+
+    def tell(self, published: bool) -> None:
+        """How the snapshot ended; returns at once."""
+        with self._changed:
+            joined = list(self._joined.values())
+            if published:
+                for name in self._given:
+                    self._carried.pop(name, None)
+            self._given = frozenset()
+        for asked in joined:
+            asked.tell(published)
+
+    # ---- those that never wait: on the event loop --------------------------------------------------------------
+
+    def add(self, one: LoopParticipant) -> None:
         """From the next snapshot on its states are part of each. Raises what `attach` raises, with nothing changed."""
         one.attach({name: data for name, data in self._carried.items() if one.owns(name)})
         self._all.append(one)
@@ -36,11 +140,17 @@ class Participants:
             one.hold(reason)
 
     def states(self) -> dict[str, bytes]:
-        """Of this moment. Raises what a participant raises that has none now."""
-        found = {name: data for name, data in self._carried.items() if not any(one.owns(name) for one in self._all)}
+        """Of this moment, without those that `ask` gave. Raises what a participant raises that has none now."""
+        with self._changed:
+            carried, given = dict(self._carried), self._given
+        found = {
+            name: data
+            for name, data in carried.items()
+            if name not in given and not any(one.owns(name) for one in self._all)
+        }
         for one in self._all:
             for name, data in one.states().items():
-                if name in found or not one.owns(name):
+                if name in found or name.startswith(PREFIX) or not one.owns(name):
                     raise ProgramError(
                         f"two participants give the state {name!r}", hint="this is a bug; please report it"
                     )

@@ -104,7 +104,30 @@ class LedgerCodec(Protocol):
 
 
 class Participant(Protocol):
-    """Somebody whose state is part of every snapshot. Called on the event loop: nothing here may wait."""
+    """An agent, a tool, an environment: whoever has a state that goes with the calls. It may be slow, hang, or die.
+
+    Its methods are called one at a time, in threads of their own, each under the deadline that it joined with.
+    """
+
+    name: str
+    """1 to 64 of a-z 0-9 . _ -; no other participant of the store has it."""
+
+    def prepare(self) -> bytes:
+        """Its state, of any form. From here to `commit` nothing changes that another participant could know of."""
+
+    def commit(self, published: bool) -> None:
+        """What became of the snapshot; it goes on. Told once after each `prepare` that returned, late ones too."""
+
+    def restore(self, state: bytes, rewound: bool) -> None:
+        """Take up what `prepare` gave before the crash; called at most once, before any `prepare`.
+
+        `rewound`: an older snapshot was asked for by its id, so that nothing that came after it counts. Otherwise calls
+        that ended after this state have their answers in the store.
+        """
+
+
+class LoopParticipant(Protocol):
+    """Somebody whose states are of the very step in which others are held. On the event loop: nothing here may wait."""
 
     def attach(self, carried: Mapping[str, bytes]) -> None:
         """It is one from now on. `carried`: its own states in the snapshot that was restored.

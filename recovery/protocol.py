@@ -1,13 +1,13 @@
 """The snapshot as a state machine: events in, effects out.
 
-Owns: the order hold, fence, prepare, cut, stage, record, validate, publish, release, and what is undone when a step
-fails (docs/protocol.md draws this table).
+Owns: the order ask, hold, fence, prepare, cut, stage, record, validate, publish, release, and what is undone when a
+step fails (docs/protocol.md draws this table).
 Does not know: how an effect is done, time, the store, threads. coordinator.py does the effects.
 
 Invariants:
 1. Nothing is published unless every earlier step succeeded.
 2. Every path that may have acquired the hold ends with releasing it; every path that may have raised the fence lowers
-   it first.
+   it first; every path on which participants were asked tells them how it ended.
 3. An illegal event raises and changes nothing. There is none for a working state: whatever an effect did, the machine
    goes on.
 4. After `Fenced` there is no way back: the machine refuses to begin again.
@@ -21,6 +21,7 @@ from enum import Enum
 
 class State(Enum):
     IDLE = "idle"
+    ASKING = "asking"
     HOLDING = "holding"
     FENCING = "fencing"
     PREPARING = "preparing"
@@ -38,6 +39,7 @@ class State(Enum):
 class Effect(Enum):
     """What the coordinator does next; exactly one is outstanding at any time."""
 
+    ASK = "ask participants"
     ACQUIRE_HOLD = "acquire hold"
     RAISE_FENCE = "raise fence"
     PREPARE = "prepare participants"
@@ -77,6 +79,7 @@ class Step:
 
 
 EFFECTS = {
+    State.ASKING: Effect.ASK,
     State.HOLDING: Effect.ACQUIRE_HOLD,
     State.FENCING: Effect.RAISE_FENCE,
     State.PREPARING: Effect.PREPARE,
@@ -92,6 +95,7 @@ EFFECTS = {
 """Each working state has one outstanding effect."""
 
 _WORK = (
+    State.ASKING,
     State.HOLDING,
     State.FENCING,
     State.PREPARING,
@@ -104,14 +108,15 @@ _WORK = (
 _UNDO = (State.LOWERING, State.RESUMING, State.RELEASING)
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.IDLE, Event.BEGIN): State.HOLDING,
+    (State.IDLE, Event.BEGIN): State.ASKING,
     # Success: one step further, and from the commit into the release.
     **{(a, Event.DONE): b for a, b in zip(_WORK, (*_WORK[1:], State.LOWERING), strict=True)},
     # Failure: undo exactly what may have been done. A failed hold or fence may be half acquired: both are
     # released by name, which is harmless if they never came up. That a newer coordinator exists may be learnt from the
     # log, but also from anything that refuses commands of an old epoch: every effect may answer FENCED.
-    **{(State.HOLDING, e): State.RELEASING for e in (Event.FAILED, Event.FENCED)},
-    **{(a, e): State.LOWERING for a in _WORK[1:] for e in (Event.FAILED, Event.FENCED)},
+    # Before the fence there is none to lower; who was asked is told all the same.
+    **{(a, e): State.RESUMING for a in _WORK[:2] for e in (Event.FAILED, Event.FENCED)},
+    **{(a, e): State.LOWERING for a in _WORK[2:] for e in (Event.FAILED, Event.FENCED)},
     # The undo steps cannot fail to advance: the release must be reached.
     **{
         (a, e): b

@@ -108,7 +108,7 @@ class JobLife:
         fits = partial(check_fits, rollout=trainer.rollout)
         self.life = Life(store, number, prompts=(), compatible=fits, fleet=JobFleet)
         assert self.life.restored.states is not None
-        participants = Participants(self.life.carried)
+        participants = Participants(self.life.carried, ManualClock())
         self.life.fleet.participants = participants  # type: ignore[attr-defined]
         self.back = {call.entry.identity.rollout: call for call in self.life.restored.calls}
         self.serving = PolicyVersion()

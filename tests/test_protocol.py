@@ -23,6 +23,7 @@ from recovery.protocol import (
 ROOT = Path(__file__).resolve().parent.parent
 
 ORDER = [
+    (State.ASKING, Effect.ASK),
     (State.HOLDING, Effect.ACQUIRE_HOLD),
     (State.FENCING, Effect.RAISE_FENCE),
     (State.PREPARING, Effect.PREPARE),
@@ -35,7 +36,7 @@ ORDER = [
     (State.RESUMING, Effect.RESUME),
     (State.RELEASING, Effect.RELEASE_HOLD),
 ]
-"""The nine steps of a snapshot, as prose has them: hold, fence, prepare, cut, stage, write, validate, publish, undo."""
+"""The steps of a snapshot, as prose has them: ask, hold, fence, prepare, cut, stage, write, validate, publish, undo."""
 
 ANSWERS = (Event.DONE, Event.FAILED, Event.FENCED)
 
@@ -52,13 +53,13 @@ def expected(state: State, event: Event) -> State | None:
     if state is State.STOPPED:
         return None
     if state is State.IDLE:
-        return State.HOLDING if event is Event.BEGIN else None
+        return State.ASKING if event is Event.BEGIN else None
     if event is Event.BEGIN:
         return None
     following = [*states, State.IDLE][states.index(state) + 1]
     if event is Event.DONE or state in (State.LOWERING, State.RESUMING, State.RELEASING):
         return following
-    return State.RELEASING if state is State.HOLDING else State.LOWERING
+    return State.RESUMING if state in (State.ASKING, State.HOLDING) else State.LOWERING
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)), ids=lambda value: value.name)
@@ -107,10 +108,11 @@ def test_every_path() -> None:
         assert effects.count(Effect.LOWER_FENCE) == raised
         if raised:
             assert effects.index(Effect.LOWER_FENCE) < effects.index(Effect.RELEASE_HOLD)
-        work = [effect for _, effect in ORDER[:8]]
+        assert effects.count(Effect.RESUME) == 1, "who was asked is told how it ended"
+        work = [effect for _, effect in ORDER[:9]]
         done = [effect for effect, answer in zip(effects, answers, strict=True) if answer is Event.DONE]
         if Effect.PUBLISH in effects:
-            assert effects[:8] == work and done[:7] == work[:7], "every earlier step succeeded"
+            assert effects[:9] == work and done[:8] == work[:8], "every earlier step succeeded"
         published = Effect.PUBLISH in done
         fenced = Event.FENCED in answers
         verdict = Verdict.FENCED if fenced else Verdict.PUBLISHED if published else Verdict.ABANDONED
@@ -120,10 +122,10 @@ def test_every_path() -> None:
             with pytest.raises(IllegalEvent):
                 machine.on(Event.BEGIN)
         else:
-            assert machine.on(Event.BEGIN).effect is Effect.ACQUIRE_HOLD
+            assert machine.on(Event.BEGIN).effect is Effect.ASK
             assert machine.verdict is None
-    # 27 ways through the three undo steps (3 where only the hold is given back), after each failure and after success.
-    assert n == 2 * 3 + 7 * 2 * 27 + 27
+    # 27 ways through the three undo steps (9 where no fence can be up), after each failure and after success.
+    assert n == 2 * 2 * 9 + 7 * 2 * 27 + 27
 
 
 def test_each_working_state_has_one_effect_and_every_answer() -> None:

@@ -36,6 +36,7 @@ from storage_backends.memory import MemoryStore
 from storage_backends.testing.kills import WAYS, Killed, KillingStore
 from tests import virtual_loop
 from tests.fake_engine import Life
+from tests.fakes import ManualClock
 from tests.lives import ids, worked
 from tests.rollout_lives import Job, JobLife
 from tests.test_rollout import batch_of, groups, on_virtual_time, rollout
@@ -222,7 +223,7 @@ async def test_a44_a45_what_the_store_has_of_a_rollout_is_taken_up_before_anythi
         one.restore({}, rollout=0, version=0, lineage="b")
     assert await one.prepare_checkpoint(1, lambda cause: None), "part of no snapshot: nothing to wait for"
     await one.close()
-    parts, forgotten = Participants(states), rollout(8, batch=1)
+    parts, forgotten = Participants(states, ManualClock()), rollout(8, batch=1)
     with pytest.raises(NotTakenUp, match=r"call rollout\.restore"):
         parts.add(forgotten.participant)
     assert not forgotten.participant.attached and parts.states() == states, "the store's state is carried on"
@@ -504,7 +505,7 @@ class Part:
 
 
 def test_a_state_is_carried_until_its_owner_is_there() -> None:
-    parts = Participants({"job": b"j", "a": b"old", "mine": b"old"})
+    parts = Participants({"job": b"j", "a": b"old", "mine": b"old"}, ManualClock())
     assert parts.states() == {"job": b"j", "a": b"old", "mine": b"old"}
     one = Part("a")
     parts.add(one)
@@ -515,7 +516,7 @@ def test_a_state_is_carried_until_its_owner_is_there() -> None:
 
 
 def test_who_was_held_is_released_whoever_refused() -> None:
-    parts, one, two = Participants({}), Part("a"), Part("b", refuses=True)
+    parts, one, two = Participants({}, ManualClock()), Part("a"), Part("b", refuses=True)
     parts.add(one)
     parts.add(two)
     with pytest.raises(SnapshotAbandoned):

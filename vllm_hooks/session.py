@@ -117,7 +117,8 @@ class RecoverySession(Capturing):
             worker="w0",
             on_staged=self._on_staged,
         )
-        self.participants = Participants(opened.states)
+        rewound = isinstance(self._config.restore, int)
+        self.participants = Participants(opened.states, opened.clock, rewound=rewound)
         self.fleet = LoopFleet(self)
         self.flushing = Flushing(
             self.stager,
@@ -135,6 +136,7 @@ class RecoverySession(Capturing):
             fingerprint=opened.fingerprint,
             run=InOneThread(),
             compactor=self.compactor,
+            joined=self.participants,
         )
         self.snapshots = SnapshotLoop(
             coordinator,

@@ -34,7 +34,7 @@ class NotCovered(Exception):
 
 
 class RolloutParticipant:
-    """recovery.ports.Participant."""
+    """recovery.ports.LoopParticipant."""
 
     def __init__(self, rollout: FullyAsyncRollout) -> None:
         self._rollout = rollout
