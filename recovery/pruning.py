@@ -19,7 +19,8 @@ from recovery.errors import NothingPublished
 from recovery.log_reading import Read, find_tail, walk_back
 from recovery.ports import Entropy, LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
-from recovery.restore import Restored, choose, restore
+from recovery.restore import choose, restore
+from recovery.restored import Restored
 from recovery.slots import SlotLog
 
 

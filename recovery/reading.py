@@ -6,7 +6,7 @@ Does not know: which calls are wanted or why.
 
 Invariants:
 1. Nothing unchecked is returned: crc32c of the object, then the chunk's digest as the ledger recorded it.
-2. An error names the segment, the call and the token range (transcripts.py).
+2. An error names the segment, the call and the token range (gathering.py).
 3. That a segment is missing is never concluded from a listing.
 """
 
@@ -17,14 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from recovery.errors import CredentialsRefused, Damaged, DigestMismatch, ObjectMissing
+from recovery.gathering import Gathering, Transcripts
 from recovery.layout import SEGMENTS
 from recovery.ledger import Entry, Ledger
-from recovery.model import CallId, SegmentInfo
+from recovery.model import SegmentInfo
 from recovery.ports import ObjectStore, SegmentCodec
 from recovery.records import Records
-from recovery.transcripts import ColumnRun, Gathering, Transcript, assemble
-
-__all__ = ["ColumnRun", "Transcript", "assemble", "missing_segments", "read_segment", "read_transcripts"]
 
 READERS, AHEAD_NBYTES = 4, 64 << 20
 """So many segments are read at a time, and more than one only while together they are not longer than this."""
@@ -38,7 +36,7 @@ def read_segment(store: ObjectStore, codec: SegmentCodec, info: SegmentInfo) -> 
 
 def read_transcripts(
     store: ObjectStore, codec: SegmentCodec, ledger: Ledger, entries: Iterable[Entry], *, columns: bool = True
-) -> dict[CallId, Transcript]:
+) -> Transcripts:
     """Requests and tokens of `entries`. Raises Damaged (or kin) at the first thing that does not check.
 
     `columns`: whether wide columns are wanted; they may be many times the size of the rest.

@@ -38,14 +38,16 @@ from recovery.errors import (
     NothingPublished,
     RecoveryError,
 )
-from recovery.ledger import Entry, Ledger
+from recovery.gathering import Transcripts
+from recovery.ledger import Ledger
 from recovery.log import Slot, forgotten_by
 from recovery.log_reading import walk_back
-from recovery.model import OPEN, CallId
+from recovery.model import OPEN
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
-from recovery.reading import Transcript, missing_segments, read_transcripts
-from recovery.resume import ResumePlan, StopRules
+from recovery.reading import missing_segments, read_transcripts
+from recovery.restored import PassedOver, Restored, RestoredCall, planned
+from recovery.resume import StopRules
 from recovery.snapshots import Loaded, Snapshot, load
 
 DELETES_PER_RESTORE = 256
@@ -54,14 +56,6 @@ DELETES_PER_RESTORE = 256
 _LIST = "list them: snapshot-inspect list STORE"
 
 Choice = Literal["auto", "never", "strict"] | int
-
-
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """A snapshot or segment that could not be used, and why."""
-
-    what: str
-    reason: str
 
 
 @dataclass(slots=True)
@@ -73,48 +67,11 @@ class Chosen:
     """
 
     loaded: Loaded | None
-    transcripts: dict[CallId, Transcript]
+    transcripts: Transcripts
     passed_over: list[PassedOver] = field(default_factory=list)
     collected: set[str] = field(default_factory=set)
     forgotten: set[int] = field(default_factory=set)
     adopts: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class RestoredCall:
-    """An open call brought back: its tokens so far and what to do with it."""
-
-    entry: Entry
-    transcript: Transcript
-    plan: ResumePlan
-
-
-@dataclass(slots=True)
-class Restored:
-    """What a restore found. `snapshot`: the id it started from; `published`: the id of the snapshot it published.
-
-    `uncollected`: why garbage was left for later, if it was; nothing else depends on it.
-    """
-
-    snapshot: int | None
-    published: int | None
-    passed_over: list[PassedOver]
-    adopted_segments: int
-    adopted_tokens: int
-    rejected: dict[str, int]
-    calls: list[RestoredCall]
-    states: Mapping[str, bytes]
-    uncollected: RecoveryError | None = None
-
-    @property
-    def tokens_reused(self) -> int:
-        """Tokens of open calls that need not be generated again."""
-        return sum(len(c.transcript.token_ids) for c in self.calls if not isinstance(c.plan, resume.Restart))
-
-    @property
-    def tokens_thrown_away(self) -> int:
-        """Tokens of open calls that were saved and have to be generated again."""
-        return sum(len(c.transcript.token_ids) for c in self.calls if isinstance(c.plan, resume.Restart))
 
 
 def compatibility_record(must: Mapping[str, Any], recorded: Mapping[str, Any]) -> bytes:
@@ -167,7 +124,7 @@ def choose(
     `must`: what the job's fingerprint is of; None takes any job's.
     `compatible` raises CannotRestore, or Damaged, for participants' states with which this process cannot go on.
     """
-    chosen = Chosen(None, {})
+    chosen = Chosen(None, Transcripts.none())
     if choice == "never":
         return chosen
     refused: CannotRestore | None = None
@@ -185,7 +142,7 @@ def choose(
                     raise NothingPublished(f"snapshot {seq} was forgotten", hint=_LIST)
                 continue
             if read.slot.kind == "snapshot" and (seq == choice or not isinstance(choice, int)):
-                with _without_collections():
+                with without_collections():
                     loaded, transcripts = _verify(store, segments, ledgers, read.slot, must, chosen.collected)
                 compatible(loaded.states)
                 chosen.loaded, chosen.transcripts = loaded, transcripts
@@ -220,7 +177,7 @@ def choose(
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """What is read makes some objects for each call and lets go of none: to look for cycles meanwhile finds nothing."""
     enabled = gc.isenabled()
     gc.disable()
@@ -238,7 +195,7 @@ def _verify(
     slot: Slot,
     must: Mapping[str, Any] | None,
     collected: set[str],
-) -> tuple[Loaded, dict[CallId, Transcript]]:
+) -> tuple[Loaded, Transcripts]:
     snapshot = Snapshot.from_slot(slot)
     loaded = load(store, ledgers, snapshot)
     if must is not None:
@@ -297,12 +254,13 @@ def restore(
     )
     snapshot_id = publication.log.tail + 1
     if stop is not None:
-        open_entries = [entry for entry in ledger if entry.state == OPEN]
         transcripts = chosen.transcripts
-        if adoption.segments:
-            transcripts = read_transcripts(store, segments, ledger, open_entries)
-        for entry in open_entries:
-            restored.calls.append(_plan(ledger, entry, transcripts[entry.call_id], stop, snapshot_id, exactness))
+        with without_collections():
+            if adoption.segments:
+                transcripts = read_transcripts(store, segments, ledger, (e for e in ledger if e.state == OPEN))
+            restored.calls = planned(transcripts, stop)
+            for call in restored.calls:
+                _carry_out(ledger, call, snapshot_id, exactness)
     restored.published = _publish(publication, states(restored), snapshot_id, fingerprint_hex, restored.snapshot)
     restored.uncollected = _collect(store, publication, ledgers, chosen, keep_latest_k)
     return restored
@@ -344,16 +302,13 @@ def _collect(
     return None
 
 
-def _plan(
-    ledger: Ledger, entry: Entry, transcript: Transcript, stop: StopRules, snapshot_id: int, exactness: str
-) -> RestoredCall:
-    n = len(transcript.token_ids)
-    plan = resume.plan(transcript.request, n, int(transcript.token_ids[-1]) if n else None, stop)
+def _carry_out(ledger: Ledger, call: RestoredCall, snapshot_id: int, exactness: str) -> None:
+    """What the plan of a call does to the ledger."""
+    call_id, plan = call.entry.call_id, call.plan
     match plan:
         case resume.Finish():
-            ledger.finish(entry.call_id, plan.finish_reason, plan.stop_reason)
+            ledger.finish(call_id, plan.finish_reason, plan.stop_reason)
         case resume.Resume():
-            ledger.resume(entry.call_id, snapshot_id, "statistical" if plan.difference else exactness)
+            ledger.resume(call_id, snapshot_id, "statistical" if plan.difference else exactness)
         case resume.Restart():
-            ledger.restart(entry.call_id, snapshot_id, plan.reason)
-    return RestoredCall(entry, transcript, plan)
+            ledger.restart(call_id, snapshot_id, plan.reason)

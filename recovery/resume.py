@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,35 +70,78 @@ ResumePlan = Finish | Resume | Restart
 
 
 def plan(request: Request, n_prefix: int, last_token_id: int | None, stop: StopRules) -> ResumePlan:
-    """What to do with an open call of which `n_prefix` tokens are saved, the last of them `last_token_id`.
+    """What to do with an open call of which `n_prefix` tokens are saved, the last of them `last_token_id`."""
+    return Plans(stop).plan(request, n_prefix, last_token_id)
 
-    Follows the order of vLLM's own check after each token: end-of-sequence, stop ids, then the budgets.
-    """
-    if n_prefix == 0:
-        return Restart("no token was saved")
-    sampling = request.sampling
-    ended = _ended_by(sampling, last_token_id, stop)
-    if ended is not None:
-        return ended
-    budget = sampling.get("max_tokens", 16)
-    room = stop.max_model_len - len(request.prompt_token_ids) - n_prefix
-    left = room if budget is None else min(room, int(budget) - n_prefix)
-    if left <= 0 and not sampling.get("stop"):
-        return Finish("length", None)
-    if left <= 0:  # the last token may have completed a stop string; who has the text, says how it ended
-        return Resume(n_prefix=n_prefix, max_tokens=0, min_tokens=0)
-    blocked = blocked_by(request, stop)
-    if blocked:
-        return Restart(f"{blocked}: {why(blocked)}")
-    if sampling.get("thinking_token_budget") is not None and last_token_id in stop.thinking_end[:-1]:
-        # The engine would take the half of a marker for thinking, and force the whole of it again.
-        return Restart("thinking_token_budget: the cut may lie inside the marker that ends thinking")
-    return Resume(
-        n_prefix=n_prefix,
-        max_tokens=None if budget is None else int(budget) - n_prefix,
-        min_tokens=max(0, int(sampling.get("min_tokens", 0)) - n_prefix),
-        difference=difference(request, stop.abilities),
-    )
+
+class Plans:
+    """Plans for many calls on one engine; what calls share that were sampled alike is decided once."""
+
+    def __init__(self, stop: StopRules) -> None:
+        self._stop = stop
+        self._known: dict[tuple[int, int, str], _Asked] = {}
+
+    def plan(self, request: Request, n_prefix: int, last_token_id: int | None) -> ResumePlan:
+        """Follows the order of vLLM's own check after each token: end-of-sequence, stop ids, then the budgets."""
+        if n_prefix == 0:
+            return Restart("no token was saved")
+        asked = self._asked(request)
+        if last_token_id in asked.ends:
+            return asked.ends[last_token_id]
+        room = self._stop.max_model_len - len(request.prompt_token_ids) - n_prefix
+        left = room if asked.budget is None else min(room, asked.budget - n_prefix)
+        if left <= 0 and not asked.stops_at_text:
+            return Finish("length", None)
+        if left <= 0:  # the last token may have completed a stop string; who has the text, says how it ended
+            return Resume(n_prefix=n_prefix, max_tokens=0, min_tokens=0)
+        if asked.blocked:
+            return Restart(f"{asked.blocked}: {why(asked.blocked)}")
+        if last_token_id in asked.inside_marker:
+            # The engine would take the half of a marker for thinking, and force the whole of it again.
+            return Restart("thinking_token_budget: the cut may lie inside the marker that ends thinking")
+        return Resume(
+            n_prefix=n_prefix,
+            max_tokens=None if asked.budget is None else asked.budget - n_prefix,
+            min_tokens=max(0, asked.min_tokens - n_prefix),
+            difference=asked.difference,
+        )
+
+    def _asked(self, request: Request) -> _Asked:
+        key = id(request.sampling), id(request.extra), request.restart_only
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _Asked.of(request, self._stop)
+        return known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What a request says of its end, on one engine. `request` keeps what the key of `Plans` names alive."""
+
+    request: Request
+    ends: Mapping[int | None, Finish]
+    budget: int | None
+    min_tokens: int
+    stops_at_text: bool
+    blocked: str
+    inside_marker: Collection[int | None]
+    difference: str
+
+    @classmethod
+    def of(cls, request: Request, stop: StopRules) -> _Asked:
+        sampling = request.sampling
+        budget = sampling.get("max_tokens", 16)
+        thinks = sampling.get("thinking_token_budget") is not None
+        return cls(
+            request=request,
+            ends=_ends(sampling, stop),
+            budget=None if budget is None else int(budget),
+            min_tokens=int(sampling.get("min_tokens", 0)),
+            stops_at_text=bool(sampling.get("stop")),
+            blocked=blocked_by(request, stop),
+            inside_marker=stop.thinking_end[:-1] if thinks else (),
+            difference=difference(request, stop.abilities),
+        )
 
 
 def hindrance(sampling: Mapping[str, Any], arguments: Iterable[str], stop: StopRules) -> str:
@@ -128,14 +171,12 @@ def difference(request: Request, abilities: frozenset[str]) -> str:
     return "another draw from the same distribution"
 
 
-def _ended_by(sampling: Mapping[str, Any], last_token_id: int | None, stop: StopRules) -> Finish | None:
-    if last_token_id is None:
-        return None
+def _ends(sampling: Mapping[str, Any], stop: StopRules) -> Mapping[int | None, Finish]:
+    """The tokens that end a call when they come last."""
+    ends: dict[int | None, Finish] = {}
     if not sampling.get("ignore_eos", False):
-        if stop.eos_token_ids and last_token_id == stop.eos_token_ids[0]:
-            return Finish("stop", None)
-        if last_token_id in stop.eos_token_ids[1:]:
-            return Finish("stop", last_token_id)
-    if last_token_id in (sampling.get("stop_token_ids") or ()):
-        return Finish("stop", last_token_id)
-    return None
+        ends = {token: Finish("stop", token) for token in stop.eos_token_ids}
+        ends.update((token, Finish("stop", None)) for token in stop.eos_token_ids[:1])
+    for token in sampling.get("stop_token_ids") or ():
+        ends.setdefault(token, Finish("stop", token))
+    return ends

@@ -23,8 +23,9 @@ from recovery.config import CheckpointingConfig, GymConfig
 from recovery.ledger import Entry
 from recovery.log_reading import find_tail, walk_back
 from recovery.model import Request
-from recovery.reading import Transcript, read_transcripts
+from recovery.reading import read_transcripts
 from recovery.snapshots import Snapshot, load
+from recovery.transcripts import Transcript
 from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.arrow_segments import ArrowSegmentCodec

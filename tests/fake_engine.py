@@ -28,7 +28,8 @@ from recovery.model import OPEN, CallId, PolicyVersion, Request
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
 from recovery.reading import read_transcripts
-from recovery.restore import Choice, Restored, anything, choose, compatibility_record, restore
+from recovery.restore import Choice, anything, choose, compatibility_record, restore
+from recovery.restored import Restored
 from recovery.resume import StopRules
 from recovery.slots import SlotLog
 from recovery.snapshots import make_root

@@ -19,7 +19,8 @@ from recovery.ledger import Ledger
 from recovery.model import CallId, PolicyVersion
 from recovery.ports import LedgerCodec, SegmentCodec
 from recovery.protocol import Verdict
-from recovery.reading import Transcript, read_transcripts
+from recovery.reading import read_transcripts
+from recovery.transcripts import Transcript
 from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.codecs import MixedSegmentCodec
 from storage_backends.local import LocalStore

@@ -33,7 +33,7 @@ from prefix_recovery.tally import read_tally
 from recovery.config import job_schema
 from recovery.errors import ConfigError, InputError, Locked, StoreFull, StoreUnavailable
 from recovery.model import PolicyVersion, Request, Restarted, Resumed
-from recovery.restore import PassedOver, Restored
+from recovery.restored import PassedOver, Restored
 from recovery.staging import StagingCounters
 from tests.job_files import write_job, write_lines
 

@@ -10,8 +10,9 @@ import pytest
 from recovery.errors import Damaged, DigestMismatch, ObjectMissing
 from recovery.ledger import Ledger
 from recovery.model import ChunkRef, PolicyVersion, Record, SegmentInfo
-from recovery.reading import assemble, missing_segments, read_segment, read_transcripts
+from recovery.reading import missing_segments, read_segment, read_transcripts
 from recovery.staging import coordinates_of
+from recovery.transcripts import assemble
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import CountingStore
 from tests.fakes import chunk, ended, name, opened, request

@@ -1,106 +1,88 @@
-"""recovery.transcripts: what is gathered from segments in any order is what a call's chunks make in theirs."""
+"""recovery.transcripts: what chunks make when they are put together is what each of their tokens was."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
-from recovery import transcripts
-from recovery.layout import segment_stem
-from recovery.ledger import Ledger
-from recovery.model import Chunk, Opened, PolicyVersion, Record
-from recovery.records import Records
-from recovery.staging import coordinates_of
-from recovery.transcripts import Gathering, Transcript, assemble
-from tests.fakes import chunk, name, opened
-from tests.plain_codecs import PlainSegments
+from recovery.model import Chunk, PolicyVersion
+from recovery.transcripts import Transcript, assemble
+from tests.fakes import chunk, request
 
 
-def same(one: Transcript, other: Transcript) -> bool:
-    arrays = all(
-        getattr(one, field).tobytes() == getattr(other, field).tobytes() for field in ("token_ids", "logprobs", "mask")
-    )
-    runs = [
-        {
-            key: [(run.start, run.values.dtype, run.values.tobytes()) for run in each.columns[key]]
-            for key in each.columns
-        }
-        for each in (one, other)
-    ]
-    return arrays and one.version_spans == other.version_spans and runs[0] == runs[1]
+def random_chunks(chance: random.Random, rollout: str, start: int, n_chunks: int) -> list[Chunk]:
+    """Chunks of one call that follow each other, of every kind that there is."""
+    made = []
+    for _ in range(n_chunks):
+        n = chance.randrange(1, 9)
+        made.append(
+            chunk(
+                rollout,
+                start,
+                [chance.randrange(9) for _ in range(n)],
+                version=PolicyVersion("a", chance.randrange(2)),
+                mask=np.array([chance.random() < 0.8 for _ in range(n)], np.bool_),
+                columns={"top": np.arange(2 * n).reshape(n, 2)} if chance.random() < 0.3 else {},
+                **({"logprobs": None} if chance.random() < 0.3 else {}),
+            )
+        )
+        start += n
+    return made
+
+
+def told(chunks: Sequence[Chunk]) -> list[Any]:
+    """Each token of some chunks by itself."""
+    tokens = []
+    for one in chunks:
+        for at, token in enumerate(one.token_ids.tolist()):
+            logprob = None if one.logprobs is None else one.logprobs[at].item()
+            wide = {name: (values.dtype.name, values[at].tolist()) for name, values in one.columns.items()}
+            tokens.append([token, logprob, bool(one.mask[at]), one.version, wide])
+    return tokens
+
+
+def found_in(transcript: Transcript) -> list[Any]:
+    """The same of a transcript."""
+    n = len(transcript.token_ids)
+    versions = [version for start, end, version in transcript.version_spans for _ in range(start, end)]
+    wide: list[dict[str, Any]] = [{} for _ in range(n)]
+    for name, runs in transcript.columns.items():
+        for run in runs:
+            for at, row in zip(range(run.start, run.stop), run.values.tolist(), strict=True):
+                assert name not in wide[at]
+                wide[at][name] = (run.values.dtype.name, row)
+    logprobs = [None if np.isnan(logprob) else logprob for logprob in transcript.logprobs.tolist()]
+    assert (transcript.token_ids.dtype, transcript.logprobs.dtype, transcript.mask.dtype) == (
+        np.int32, np.float32, np.bool_,
+    )  # fmt: skip
+    columns = (transcript.token_ids.tolist(), logprobs, transcript.mask.tolist(), versions, wide)
+    return [list(token) for token in zip(*columns, strict=True)]
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_gathered_is_assembled(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transcripts, "SLAB_TOKENS", 16)
+def test_every_token_is_as_it_was_in_its_chunk(seed: int) -> None:
     chance = random.Random(seed)
-    ledger, calls, segments = Ledger(), {}, {}
-    rollouts = [f"c{i}" for i in range(chance.choice([1, 3, 12]))]
-    for flush in range(1, chance.randrange(2, 7)):
-        records: list[Record] = []
-        for rollout in chance.sample(rollouts, len(rollouts)):
-            if rollout not in calls:
-                calls[rollout] = []
-                records.append(opened(rollout))
-            for _ in range(chance.randrange(3)):
-                n = chance.randrange(1, 9)
-                mask = [chance.random() < 0.8 or flush % 2 > 0 for _ in range(n)]
-                made = chunk(
-                    rollout,
-                    calls[rollout][-1].stop if calls[rollout] else 0,
-                    [chance.randrange(9) for _ in range(n)],
-                    version=PolicyVersion("a", chance.randrange(2)),
-                    mask=np.array(mask, np.bool_),
-                    columns={"top": np.arange(2 * n).reshape(n, 2)} if chance.random() < 0.3 else {},
-                    **({"logprobs": None} if chance.random() < 0.3 else {}),
-                )
-                calls[rollout].append(made)
-                records.append(made)
-        segment = PlainSegments().encode(records, segment_stem(1, "w0.00000000", flush, "00000000"))
-        ledger.describe(segment.info)
-        for at in coordinates_of(records, segment.info.key):
-            assert not ledger.apply(at)
-        segments[segment.info.key] = Records.of(records)
-    entries = [entry for entry in ledger if chance.random() < 0.8]
-    gathering = Gathering(ledger, entries, columns=True)
-    for key in chance.sample(gathering.segments, len(gathering.segments)):
-        gathering.take(key, segments[key])
-    found = gathering.transcripts()
-    assert list(found) == [entry.call_id for entry in entries]
-    for entry in entries:
-        wanted = assemble(found[entry.call_id].request, calls[entry.identity.rollout])
-        assert same(found[entry.call_id], wanted)
-        assert found[entry.call_id].request.rollout == entry.identity.rollout
-        joined = [token for made in calls[entry.identity.rollout] for token in made.token_ids.tolist()]
-        assert found[entry.call_id].token_ids.tolist() == joined
-
-
-def test_nothing_is_asked_for_when_nothing_is_wanted() -> None:
-    gathering = Gathering(Ledger(), [], columns=True)
-    assert gathering.segments == [] and gathering.transcripts() == {}
+    chunks = random_chunks(chance, "a", 0, chance.randrange(6))
+    transcript = assemble(request("a"), chunks)
+    assert found_in(transcript) == told(chunks)
+    spans = transcript.version_spans
+    assert all(one[1] == other[0] and one[2] != other[2] for one, other in pairwise(spans))
 
 
 def test_an_assembled_call_without_chunks_is_empty() -> None:
-    record = opened("a")
-    assert isinstance(record, Opened)
-    found = assemble(record.request, [])
+    found = assemble(request("a"), [])
     assert (len(found.token_ids), len(found.logprobs), found.version_spans, found.columns) == (0, 0, (), {})
+    assert found.token_ids.dtype == np.int32
 
 
-def test_keeping_one_transcript_does_not_keep_all() -> None:
-    """Calls of many tokens have memory of their own; small neighbours share some."""
-    ledger = Ledger()
-    records: list[Record] = []
-    for rollout in ("a", "b", "c"):
-        records += [opened(rollout), chunk(rollout, 0, [1] * transcripts.SLAB_TOKENS)]
-    segment = PlainSegments().encode(records, segment_stem(1, "w0.00000000", 1, "00000000"))
-    ledger.describe(segment.info)
-    for at in coordinates_of(records, segment.info.key):
-        ledger.apply(at)
-    gathering = Gathering(ledger, list(ledger), columns=False)
-    gathering.take(segment.info.key, Records.of(records))
-    first = gathering.transcripts()[name("a")]
-    assert first.token_ids.base is not None and first.token_ids.base.nbytes == 4 * transcripts.SLAB_TOKENS
-    assert isinstance(records[1], Chunk) and first.token_ids.tobytes() == records[1].token_ids.tobytes()
+def test_nothing_is_copied_before_it_is_asked_for_and_of_one_chunk_nothing_at_all() -> None:
+    (one,) = random_chunks(random.Random(7), "a", 0, 1)
+    transcript = assemble(request("a"), [one])
+    assert "token_ids" not in vars(transcript)
+    assert transcript.token_ids is transcript.token_ids
+    assert np.shares_memory(transcript.token_ids, one.token_ids) and np.shares_memory(transcript.mask, one.mask)

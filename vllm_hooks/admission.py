@@ -20,9 +20,9 @@ from recovery.calls import CallTable, LiveCall
 from recovery.errors import InputError
 from recovery.ledger import Entry, Ledger
 from recovery.model import CallId, Request
-from recovery.reading import Transcript
-from recovery.restore import RestoredCall
+from recovery.restored import RestoredCall
 from recovery.resume import StopRules
+from recovery.transcripts import Transcript
 
 ReadEnded = Callable[[list[CallId]], Mapping[CallId, Transcript]]
 """Reads the transcripts of ended calls from the store; blocks, so it is called off the loop."""

@@ -30,7 +30,6 @@ from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
 from recovery.restore import (
     Choice,
-    Restored,
     anything,
     check_fingerprint,
     choose,
@@ -38,6 +37,7 @@ from recovery.restore import (
     differences,
     restore,
 )
+from recovery.restored import Restored
 from recovery.resume import StopRules
 from recovery.slots import SlotLog
 from recovery.snapshots import Snapshot, load, make_root

@@ -78,10 +78,10 @@ class RolloutEngine:
 
     def of(self, request_id: str) -> Prefix | None:
         call = self._prefixes.get(request_id)
-        if call is None or isinstance(call.plan, resume.Restart) or not len(call.transcript.token_ids):
+        if call is None or isinstance(call.plan, resume.Restart) or not call.n_tokens:
             return None
         versions = frozenset(version for _, _, version in call.transcript.version_spans)
-        return Prefix(len(call.transcript.token_ids), versions)
+        return Prefix(call.n_tokens, versions)
 
     def known(self) -> Collection[str]:
         return tuple(self._call_ids)

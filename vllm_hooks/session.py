@@ -24,7 +24,8 @@ from recovery.errors import Fenced
 from recovery.model import Request
 from recovery.participants import Participants
 from recovery.protocol import Verdict
-from recovery.restore import Restored, anything
+from recovery.restore import anything
+from recovery.restored import Restored
 from recovery.resume import StopRules
 from recovery.staging import Stager
 from vllm_hooks.admission import Admission

@@ -10,12 +10,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from recovery.errors import ObjectMissing
 from recovery.ledger import Entry, Ledger
 from recovery.model import CallId, Restore
-from recovery.reading import Transcript, read_transcripts
+from recovery.reading import read_transcripts
+from recovery.transcripts import Transcript
 from vllm_hooks.opening import Opened
 
 
@@ -74,7 +75,7 @@ class StoredCalls:
         """From here on the ledger is the coordinator's."""
         self._dropping = False
 
-    def read(self, call_ids: Iterable[CallId]) -> dict[CallId, Transcript]:
+    def read(self, call_ids: Iterable[CallId]) -> Mapping[CallId, Transcript]:
         """Transcripts of calls that are in the ledger, from the store."""
         if self._opened is None:
             return {}

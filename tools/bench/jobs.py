@@ -29,7 +29,8 @@ from recovery.model import Float32Array, Int32Array, PolicyVersion, Request
 from recovery.ports import ObjectStore
 from recovery.protocol import Verdict
 from recovery.publication import Publication
-from recovery.restore import Restored, choose, compatibility_record, restore
+from recovery.restore import choose, compatibility_record, restore
+from recovery.restored import Restored
 from recovery.resume import StopRules
 from recovery.slots import SlotLog
 from recovery.snapshots import make_root

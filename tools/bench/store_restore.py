@@ -24,9 +24,9 @@ from bench.report import Report, ms_text, nbytes_text
 from recovery import resume
 from recovery.compaction import Limits
 from recovery.log_reading import find_tail
-from recovery.model import OPEN, Float32Array, Int32Array
+from recovery.model import Float32Array, Int32Array
 from recovery.restore import choose
-from recovery.resume import ResumePlan
+from recovery.restored import RestoredCall, planned
 from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.codecs import MixedSegmentCodec
@@ -105,7 +105,8 @@ def _measure_one(
     keys = sorted(ledger.segments_in_use())
     counts = ledger.counts()
     ways: dict[str, Callable[[], object]] = {
-        "restore": lambda: to_engine_inputs(folder),
+        "restore": lambda: restored(folder),
+        "with inputs": lambda: with_inputs(folder),
         "pyarrow": lambda: _decode(folder, keys, threads=True),
         "pyarrow, one thread": lambda: _decode(folder, keys, threads=False),
     }
@@ -141,19 +142,21 @@ def _measure_one(
     ]
 
 
-def to_engine_inputs(folder: Path) -> list[tuple[ResumePlan, Int32Array]]:
-    """What a restart does before it publishes anything: the plan and the engine's input of every open call."""
+def restored(folder: Path) -> list[RestoredCall]:
+    """What a restart does before it publishes anything: every open call in memory, checked and planned."""
     store = open_store(folder)
     chosen = choose(store, MixedSegmentCodec(), ArrowLedgerCodec(), find_tail(store), "auto", MUST)
-    assert chosen.loaded is not None
+    calls = planned(chosen.transcripts, STOP)
+    assert calls and all(isinstance(call.plan, resume.Resume) for call in calls), SAMPLING
+    return calls
+
+
+def with_inputs(folder: Path) -> list[tuple[RestoredCall, Int32Array]]:
+    """The same, and the first engine input of every call made: its prompt and its tokens, in an array of its own."""
     made = []
-    for entry in chosen.loaded.ledger:
-        if entry.state == OPEN:
-            found = chosen.transcripts[entry.call_id]
-            ids = found.token_ids
-            plan = resume.plan(found.request, len(ids), int(ids[-1]) if len(ids) else None, STOP)
-            made.append((plan, np.concatenate([found.request.prompt_token_ids, ids])))
-    assert made and all(isinstance(plan, resume.Resume) for plan, _ in made), SAMPLING
+    for call in restored(folder):
+        transcript = call.transcript
+        made.append((call, np.concatenate([transcript.request.prompt_token_ids, transcript.token_ids])))
     return made
 
 

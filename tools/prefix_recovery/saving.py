@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from recovery.restore import Restored
+from recovery.restored import Restored
 from recovery.staging import StagingCounters
 
 

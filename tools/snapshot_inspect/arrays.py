@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recovery.model import Array
-from recovery.reading import ColumnRun
+from recovery.transcripts import ColumnRun
 
 
 def floats(values: Sequence[float]) -> list[float | str]:

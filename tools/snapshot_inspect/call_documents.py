@@ -17,7 +17,7 @@ import numpy as np
 
 from recovery.ledger import Entry
 from recovery.model import ENDED, BoolArray, Restarted, Restore, Resumed
-from recovery.reading import Transcript
+from recovery.transcripts import Transcript
 from snapshot_inspect.arrays import columns, floats
 from snapshot_inspect.calls import Call
 from snapshot_inspect.documents import Document

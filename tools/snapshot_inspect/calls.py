@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from recovery.errors import ConfigError, Damaged, FormatNotUnderstood
 from recovery.ledger import Entry, Ledger
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
-from recovery.reading import Transcript, read_transcripts
+from recovery.reading import read_transcripts
 from recovery.snapshots import Loaded, Snapshot, load, read_ledger_objects
+from recovery.transcripts import Transcript
 
 _CALL_ID = re.compile(r"[0-9a-f]{1,32}")
 _NUMBERS = re.compile(r"(\d+)")

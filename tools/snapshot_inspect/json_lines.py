@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from recovery.ledger import Entry, Ledger
 from recovery.model import CallId, Chunk, Opened
 from recovery.ports import ObjectStore, SegmentCodec
-from recovery.reading import Transcript, assemble
 from recovery.snapshots import Loaded
+from recovery.transcripts import Transcript, assemble
 from snapshot_inspect import call_documents
 from snapshot_inspect.calls import in_order as calls_in_order
 from snapshot_inspect.documents import Document

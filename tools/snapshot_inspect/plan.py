@@ -17,11 +17,13 @@ from typing import Any
 
 from recovery import resume
 from recovery.errors import Damaged
-from recovery.ledger import Entry, Ledger
+from recovery.gathering import Transcripts
+from recovery.ledger import Ledger
 from recovery.log_reading import Read, walk_back
 from recovery.model import ENDED, OPEN
-from recovery.reading import Transcript, read_transcripts
+from recovery.reading import read_transcripts
 from recovery.restore import Choice, Chosen, choose
+from recovery.restored import RestoredCall, planned
 from recovery.resume import StopRules
 from recovery.snapshots import Snapshot
 from snapshot_inspect import documents
@@ -79,7 +81,8 @@ def plan(place: Place, codecs: Codecs, tail: int, choice: Choice, job: Job, conf
     adopted, transcripts = _adopt(place, codecs, chosen, choice)
     ledger = chosen.loaded.ledger
     job.refuse_changed(ledger)
-    calls = [_call(entry, transcripts[entry.call_id], job.stop) for entry in in_order(ledger) if entry.state == OPEN]
+    planned_calls = {call.entry.call_id: call for call in planned(transcripts, job.stop)}
+    calls = [_call(planned_calls[entry.call_id]) for entry in in_order(ledger) if entry.state == OPEN]
     known = {entry.identity.rollout for entry in ledger}
     not_begun = None if job.samples is None else len(set(job.samples) - known)
     return {
@@ -97,7 +100,7 @@ def plan(place: Place, codecs: Codecs, tail: int, choice: Choice, job: Job, conf
     }
 
 
-def _adopt(place: Place, codecs: Codecs, chosen: Chosen, choice: Choice) -> tuple[Adopted, Mapping[Any, Transcript]]:
+def _adopt(place: Place, codecs: Codecs, chosen: Chosen, choice: Choice) -> tuple[Adopted, Transcripts]:
     """As recovery.restore.restore does: an explicit id adopts nothing, nor does who cannot read what garbage is."""
     loaded = chosen.loaded
     assert loaded is not None
@@ -111,10 +114,9 @@ def _adopt(place: Place, codecs: Codecs, chosen: Chosen, choice: Choice) -> tupl
     return adopted, read_transcripts(store, segments, ledger, (entry for entry in ledger if entry.state == OPEN))
 
 
-def _call(entry: Entry, transcript: Transcript, stop: StopRules) -> tuple[Document, int]:
+def _call(call: RestoredCall) -> tuple[Document, int]:
     """What becomes of an open call, and how many tokens its prompt has."""
-    n = len(transcript.token_ids)
-    found = resume.plan(transcript.request, n, int(transcript.token_ids[-1]) if n else None, stop)
+    entry, found = call.entry, call.plan
     verdict, left, finish_reason, reason = "reuse", None, None, ""
     match found:
         case resume.Resume():
@@ -123,17 +125,17 @@ def _call(entry: Entry, transcript: Transcript, stop: StopRules) -> tuple[Docume
             verdict, finish_reason = "finished", found.finish_reason
         case resume.Restart():
             verdict, reason = "redo", found.reason
-    call = {
+    document = {
         "call_id": entry.call_id.hex(),
         "rollout": entry.identity.rollout,
         "turn": entry.identity.turn,
         "verdict": verdict,
-        "n_tokens": n,
+        "n_tokens": call.n_tokens,
         "max_tokens_left": left,
         "finish_reason": finish_reason,
         "reason": reason,
     }
-    return call, len(transcript.request.prompt_token_ids)
+    return document, len(call.transcript.request.prompt_token_ids)
 
 
 def _totals(calls: list[tuple[Document, int]], n_ended: int, not_begun: int | None) -> Document:

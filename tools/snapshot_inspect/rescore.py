@@ -23,7 +23,8 @@ from recovery.errors import ConfigError
 from recovery.ledger import Entry, Ledger
 from recovery.model import CallId
 from recovery.ports import ObjectStore, SegmentCodec
-from recovery.reading import Transcript, read_transcripts
+from recovery.reading import read_transcripts
+from recovery.transcripts import Transcript
 
 AT_A_TIME = 16
 _OTHER = {"structured_outputs": "a grammar is in its logprobs", "lora_request": "an adapter is in its logprobs"}

@@ -1,0 +1,244 @@
+"""Which records of which segments make up which calls, and that they are the ones that the ledger means.
+
+Owns: the transcripts of many calls, found record by record as segments come in.
+Does not know: the store, how a segment is decoded (its records were checked against their own digests there).
+
+Invariants:
+1. A part is taken from a record only if kind, call, position, length, version and digest are those of the ledger.
+2. What is compared is whole columns; no Python object is made per token, and none per chunk before its transcript is
+   asked for.
+3. Transcripts are views of the memory of their segments; of one of which less than half is wanted they hold a copy of
+   that. So all of them together keep at most twice the memory of their tokens alive, until the last of them is let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from recovery.errors import DigestMismatch
+from recovery.ledger import Entry, Ledger
+from recovery.ledger_columns import PackedChunks, unpacked
+from recovery.model import Array, CallId, PolicyVersion, Request
+from recovery.records import CHUNK, OPENED, SIXTEEN, NoColumns, Records, no_columns
+from recovery.transcripts import Held, Stretch, Transcript
+
+_PLACE = np.dtype(
+    [(name, np.int64) for name in ("start", "n_tokens", "version", "held", "token_at", "logprob_at", "mask_at")]
+)
+"""Where one chunk lies, as the fields of Stretch; `version` and `held` are numbers."""
+
+
+class Transcripts(Mapping[CallId, Transcript]):
+    """Everything that these calls consist of, checked and in memory. A transcript is made when it is asked for."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        requests: Sequence[Request],
+        bounds: Array,
+        places: Array,
+        last_token_ids: Array,
+        held: Sequence[Held],
+        versions: Sequence[PolicyVersion],
+        wide: Mapping[int, Mapping[str, Array]],
+    ) -> None:
+        self._entries = entries
+        self._requests = requests
+        self._numbers = {entry.call_id: number for number, entry in enumerate(entries)}
+        self._bounds = bounds
+        self._places = places
+        self._last_token_ids = last_token_ids
+        self._held = held
+        self._versions = versions
+        self._wide = wide
+
+    @classmethod
+    def none(cls) -> Transcripts:
+        """Those of no call."""
+        return Gathering(Ledger(), [], columns=False).transcripts()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[CallId]:
+        return iter(self._numbers)
+
+    def __getitem__(self, call_id: CallId) -> Transcript:
+        number = self._numbers[call_id]
+        first, last = self._bounds[number : number + 2].tolist()
+        return Transcript(self._requests[number], [self._stretch(chunk) for chunk in range(first, last)])
+
+    def _stretch(self, chunk: int) -> Stretch:
+        start, n_tokens, version, held, token_at, logprob_at, mask_at = self._places[chunk].item()
+        columns = self._wide.get(chunk, NoColumns)
+        return Stretch(
+            start, n_tokens, self._versions[version], self._held[held], token_at, logprob_at, mask_at, columns
+        )
+
+    def ends(self) -> Iterator[tuple[Entry, Request, int, int | None]]:
+        """Of each call its request, how many tokens it has, and the last of them: what a plan depends on."""
+        n_chunks = np.diff(self._bounds)
+        lasts = np.full(len(self), -1, np.int64)
+        lasts[n_chunks > 0] = self._bounds[1:][n_chunks > 0] - 1
+        stops = np.append(self._places["start"] + self._places["n_tokens"], 0)[lasts]
+        tokens = np.append(self._last_token_ids, 0)[lasts]
+        for entry, request, n, token in zip(
+            self._entries, self._requests, stops.tolist(), tokens.tolist(), strict=True
+        ):
+            yield entry, request, n, token if n else None
+
+
+class Gathering:
+    """Fed with the records of every segment that `segments` names, it gives the transcripts of `entries`."""
+
+    def __init__(self, ledger: Ledger, entries: Sequence[Entry], *, columns: bool) -> None:
+        names = ledger.names
+        self._names = names
+        self._entries = entries
+        self._chunks: PackedChunks = unpacked(b"".join([entry.chunks.packed for entry in entries]))
+        counts = np.array([len(entry.chunks) for entry in entries], np.int64)
+        self._bounds = np.concatenate([[0], np.cumsum(counts)])
+        self._owner = np.repeat(np.arange(len(entries)), counts)
+        self._call_ids = np.frombuffer(b"".join([entry.call_id for entry in entries]), SIXTEEN)
+        self._request_digests = np.frombuffer(b"".join([entry.identity.request_digest for entry in entries]), SIXTEEN)
+        self._opened_at = np.array([entry.identity.opened.index for entry in entries], np.int64)
+        self._opened_in = np.array([names.number(entry.identity.opened.segment) for entry in entries], np.int64)
+        self._by_segment = np.argsort(self._chunks["segment"], kind="stable")
+        self._numbers = self._chunks["segment"][self._by_segment]
+        self._requests: list[Request | None] = [None] * len(entries)
+        self._wants_columns = columns
+        self._places = np.zeros(len(self._chunks), _PLACE)
+        for name in ("start", "n_tokens", "version"):
+            self._places[name] = self._chunks[name]
+        self._last_token_ids = np.zeros(len(self._chunks), np.int64)
+        self._held: list[Held] = []
+        self._wide: dict[int, Mapping[str, Array]] = {}
+
+    @property
+    def segments(self) -> list[str]:
+        """Keys of what has to be read, in the order of their numbers."""
+        numbers = np.union1d(self._opened_in, self._numbers).tolist()
+        return [self._names.keys[number] for number in numbers]
+
+    def take(self, key: str, records: Records) -> None:
+        """Take what `entries` have in this segment. Raises DigestMismatch, naming call and tokens."""
+        number = self._names.number(key)
+        owners = np.flatnonzero(self._opened_in == number)
+        first, last = np.searchsorted(self._numbers, [number, number + 1])
+        chunks = self._by_segment[first:last]
+        self._check_requests(key, records, owners)
+        self._check_chunks(key, records, chunks)
+        wanted = records.n_tokens[np.append(self._opened_at[owners], self._chunks["index"][chunks])].sum()
+        copies = 2 * wanted < len(records.token_ids)  # invariant 3
+        self._take_requests(records, owners, copies)
+        self._take_chunks(records, chunks, copies)
+
+    def _check_requests(self, key: str, records: Records, owners: Array) -> None:
+        index = self._opened_at[owners]
+
+        def check(right: Array) -> None:
+            _check(key, len(records), index, right, lambda at: self._request_of(int(owners[at])))
+
+        check(index < len(records))
+        check(
+            (records.kinds[index] == OPENED)
+            & (records.call_ids[index] == self._call_ids[owners])
+            & (records.digests[index] == self._request_digests[owners])
+        )
+
+    def _request_of(self, owner: int) -> str:
+        entry = self._entries[owner]
+        return f"the request of call {entry.call_id.hex()} ({entry.identity.rollout})"
+
+    def _check_chunks(self, key: str, records: Records, mine: Array) -> None:
+        chunks, owners = self._chunks[mine], self._owner[mine]
+        index = chunks["index"].astype(np.int64)
+
+        def check(right: Array) -> None:
+            _check(key, len(records), index, right, lambda at: self._tokens(int(mine[at])))
+
+        check(index < len(records))
+        numbers = np.array([*map(self._names.known_version, records.versions), -1], np.int64)
+        check(
+            (records.kinds[index] == CHUNK)
+            & (records.call_ids[index] == self._call_ids[owners])
+            & (records.starts[index] == chunks["start"])
+            & (records.n_tokens[index] == chunks["n_tokens"])
+            & (numbers[records.version_at[index]] == chunks["version"])
+            & (records.digests[index] == chunks["digest"])
+        )
+
+    def _tokens(self, chunk: int) -> str:
+        entry, row = self._entries[self._owner[chunk]], self._chunks[chunk]
+        start = int(row["start"])
+        return (
+            f"tokens {start} to {start + int(row['n_tokens'])} of call {entry.call_id.hex()} ({entry.identity.rollout})"
+        )
+
+    def _take_requests(self, records: Records, owners: Array, copies: bool) -> None:
+        for owner, at in zip(owners.tolist(), self._opened_at[owners].tolist(), strict=True):
+            request = records.requests[at]
+            if copies:
+                request = replace(request, prompt_token_ids=request.prompt_token_ids.copy())
+            self._requests[owner] = request
+
+    def _take_chunks(self, records: Records, mine: Array, copies: bool) -> None:
+        index = self._chunks["index"][mine].astype(np.int64)
+        ends = records.token_at[index + 1]
+        self._last_token_ids[mine] = records.token_ids[ends - 1]
+        logprob_ends = records.logprob_at[index + 1]
+        absent = records.logprob_at[index] == logprob_ends
+        held = Held(records.token_ids, records.logprobs, records.mask)
+        at = records.token_at[index], records.logprob_at[index], records.mask_at[index]
+        if copies:
+            held, at = _only(held, at, (ends, logprob_ends, records.mask_at[index + 1]))
+        self._places["token_at"][mine] = at[0]
+        self._places["logprob_at"][mine] = np.where(absent, -1, at[1])
+        self._places["mask_at"][mine] = at[2]
+        self._places["held"][mine] = len(self._held)
+        self._held.append(held)
+        if self._wants_columns and records.columns is not no_columns:
+            for chunk, at in zip(mine.tolist(), index.tolist(), strict=True):
+                if wide := records.columns(at):
+                    self._wide[chunk] = {name: values.copy() for name, values in wide.items()} if copies else wide
+
+    def transcripts(self) -> Transcripts:
+        """After every segment was taken."""
+        requests = [request for request in self._requests if request is not None]
+        assert len(requests) == len(self._entries)
+        return Transcripts(
+            self._entries,
+            requests,
+            self._bounds,
+            self._places,
+            self._last_token_ids,
+            self._held,
+            self._names.versions,
+            self._wide,
+        )
+
+
+def _check(key: str, n_records: int, index: Array, right: Array, name: Callable[[int], str]) -> None:
+    """Invariant 1. `right` tells of each record `index` whether it is the one that `name` names."""
+    if right.all():
+        return
+    at = int(np.argmin(right))
+    if index[at] >= n_records:
+        raise DigestMismatch(f"{key} has {n_records} records; {name(at)} should be record {index[at]}")
+    raise DigestMismatch(f"{key}: record {index[at]} is not {name(at)}")
+
+
+def _only(held: Held, begins: Sequence[Array], ends: Sequence[Array]) -> tuple[Held, tuple[Array, Array, Array]]:
+    """A copy of these stretches alone, end to end, and where each begins in it."""
+    arrays = [_copied(*column) for column in zip(held, begins, ends, strict=True)]
+    first, second, third = (np.cumsum(end - begin) - (end - begin) for begin, end in zip(begins, ends, strict=True))
+    return Held(*arrays), (first, second, third)
+
+
+def _copied(values: Array, begins: Array, ends: Array) -> Any:
+    parts = [values[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    return np.concatenate([values[:0], *parts])

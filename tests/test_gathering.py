@@ -1,0 +1,99 @@
+"""recovery.gathering: what is gathered from segments in any order is what a call's chunks make in theirs."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from recovery.gathering import Gathering, Transcripts
+from recovery.layout import segment_stem
+from recovery.ledger import Ledger
+from recovery.model import Chunk, Record
+from recovery.records import Records
+from recovery.staging import coordinates_of
+from tests.fakes import chunk, name, opened
+from tests.plain_codecs import PlainSegments
+from tests.test_transcripts import found_in, random_chunks, told
+
+
+def stored(ledger: Ledger, records: list[Record], flush: int) -> tuple[str, Records]:
+    """A segment of these records, which the ledger knows from now on."""
+    segment = PlainSegments().encode(records, segment_stem(1, "w0.00000000", flush, "00000000"))
+    ledger.describe(segment.info)
+    for at in coordinates_of(records, segment.info.key):
+        assert not ledger.apply(at)
+    return segment.info.key, Records.of(records)
+
+
+@pytest.mark.parametrize("share", (0.9, 0.2))
+@pytest.mark.parametrize("seed", range(30))
+def test_gathered_is_what_was_stored(seed: int, share: float) -> None:
+    """Of some of the calls: where few are wanted, their tokens are copied out of the segments."""
+    chance = random.Random(seed)
+    ledger, segments = Ledger(), {}
+    calls: dict[str, list[Chunk]] = {}
+    rollouts = [f"c{i}" for i in range(chance.choice([1, 3, 12]))]
+    for flush in range(1, chance.randrange(2, 7)):
+        records: list[Record] = []
+        for rollout in chance.sample(rollouts, len(rollouts)):
+            if rollout not in calls:
+                calls[rollout] = []
+                records.append(opened(rollout))
+            own = calls[rollout]
+            made = random_chunks(chance, rollout, own[-1].stop if own else 0, chance.randrange(3))
+            own += made
+            records += made
+        key, segments_records = stored(ledger, records, flush)
+        segments[key] = segments_records
+    entries = [entry for entry in ledger if chance.random() < share]
+    gathering = Gathering(ledger, entries, columns=True)
+    for key in chance.sample(gathering.segments, len(gathering.segments)):
+        gathering.take(key, segments[key])
+    found = gathering.transcripts()
+    assert list(found) == [entry.call_id for entry in entries] and len(found) == len(entries)
+    for entry in entries:
+        transcript, chunks = found[entry.call_id], calls[entry.identity.rollout]
+        assert found_in(transcript) == told(chunks)
+        assert transcript.request.rollout == entry.identity.rollout
+        assert transcript.request.prompt_token_ids.tolist() == [1, 2, 3]
+    ends = [(entry, request.rollout, n, last) for entry, request, n, last in found.ends()]
+    assert ends == [
+        (entry, entry.identity.rollout, len(tokens), tokens[-1][0] if tokens else None)
+        for entry in entries
+        for tokens in [told(calls[entry.identity.rollout])]
+    ]
+
+
+def test_nothing_is_asked_for_when_nothing_is_wanted() -> None:
+    gathering = Gathering(Ledger(), [], columns=True)
+    assert gathering.segments == [] and gathering.transcripts() == {} == Transcripts.none()
+    assert list(Transcripts.none().ends()) == []
+
+
+@pytest.mark.parametrize("n_wanted", range(1, 9))
+def test_no_more_than_twice_what_is_wanted_is_kept_alive(n_wanted: int) -> None:
+    """Of a segment that is mostly wanted nothing is copied; of another one only what is wanted is kept."""
+    ledger, n, n_calls = Ledger(), 1000, 8
+    top = {"top": np.arange(2 * n, dtype=np.int32).reshape(n, 2)}
+    records: list[Record] = [opened(f"c{i}") for i in range(n_calls)]
+    records += [chunk(f"c{i}", 0, list(range(n)), columns=top) for i in range(n_calls)]
+    key, columns = stored(ledger, records, 1)
+    gathering = Gathering(ledger, list(ledger)[:n_wanted], columns=True)
+    gathering.take(key, columns)
+    transcripts = gathering.transcripts()
+    transcript = transcripts[name("c0")]
+    copied = 2 * n_wanted < n_calls
+    for mine, theirs in (
+        (transcript.token_ids, columns.token_ids),
+        (transcript.logprobs, columns.logprobs),
+        (transcript.mask, columns.mask),
+        (transcript.stretches[0].columns["top"], top["top"]),
+    ):
+        assert np.shares_memory(mine, theirs) is not copied
+    prompt = transcript.request.prompt_token_ids
+    assert not copied or prompt.base is None, "a prompt does not keep its segment alive either"
+    (held,) = {id(stretch.held): stretch.held for call in transcripts.values() for stretch in call.stretches}.values()
+    assert held.token_ids.nbytes <= 2 * n_wanted * 4 * (n + 3)
+    assert found_in(transcript) == told([record for record in records[n_calls:][:1] if isinstance(record, Chunk)])
