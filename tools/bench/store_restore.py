@@ -1,12 +1,15 @@
-"""How long a restore takes, from opening the store to engine inputs, beside decoding the same bytes with pyarrow alone.
+"""How long a restore takes, beside decoding the same bytes with pyarrow alone.
 
 Owns: a store of many long calls as flushes leave it and as compaction does, the restore, the baseline.
 Does not know: where the tokens are from.
 
-Restore: open_store, find the newest snapshot, read and check its ledger, read and check every segment, put every call
-together, plan it, join prompt and prefix to the engine's input. Baseline: read the files of the same segments, open
-each with pyarrow.ipc.open_file and read all batches, which decompresses every column; nothing is checked, no call is
-put together. It keeps the batches until it is done, as the restore keeps its transcripts.
+Restore: open_store, find the newest snapshot, read and check its ledger, read and check every segment, find the records
+of every call in them and check that they are those of the ledger, plan every call. Nothing is read after it.
+With inputs: the same, and of every call the transcript is put together, and its prompt and tokens are joined to the
+engine's first input, an array of its own.
+Baseline: read the files of the same segments, open each with pyarrow.ipc.open_file and read all batches, which
+decompresses every column; nothing is checked, no call is put together. It keeps the batches until it is done, as the
+restore keeps its transcripts.
 """
 
 from __future__ import annotations
@@ -54,8 +57,8 @@ def measure(
         rows.append(_measure_one(report, name, folder, job, rounds, rng))
     job.close()
     report.table(
-        ("chunks", "per call", "segments", "stored", "restore ms", "pyarrow ms", "1 thread ms", "over pyarrow",
-         "over the faster", "processor time"),
+        ("chunks", "per call", "segments", "stored", "restore ms", "with inputs", "pyarrow ms", "1 thread ms",
+         "over pyarrow", "over the faster", "with inputs", "processor time"),
         rows,
     )  # fmt: skip
     seconds, _ = timed(lambda: Job(open_store(folder)).close())
@@ -113,6 +116,7 @@ def _measure_one(
     wall, processor = paired(ways, rounds, rng)
     faster = [min(pair) for pair in zip(wall["pyarrow"], wall["pyarrow, one thread"], strict=True)]
     over_default, over_faster = ratios(wall["restore"], wall["pyarrow"]), ratios(wall["restore"], faster)
+    inputs = ratios(wall["with inputs"], wall["pyarrow"])
     busy = ratios(processor["restore"], processor["pyarrow, one thread"])
     report.figure(
         "restore",
@@ -124,14 +128,18 @@ def _measure_one(
             "seconds": {way: Spread.of(times).as_json() for way, times in wall.items()},
             "over_pyarrow": over_default.as_json(),
             "over_the_faster_pyarrow": over_faster.as_json(),
+            "with_inputs_over_pyarrow": inputs.as_json(),
             "processor_seconds_over_one_thread": busy.as_json(),
         },
     )
     if not report.quick:
         report.bound(f"restore over pyarrow, {name}", over_default.median, 2.0)
+        report.bound(f"restore with all first engine inputs over pyarrow, {name}", inputs.median, 2.0)
         report.bound(f"restore over the faster of pyarrow with and without threads, {name}", over_faster.median, 2.0)
     medians = [ms_text(Spread.of(wall[way]).median) for way in ways]
-    spreads = [f"{each.median:.2f} ({each.low:.2f} to {each.high:.2f})" for each in (over_default, over_faster, busy)]
+    spreads = [
+        f"{each.median:.2f} ({each.low:.2f} to {each.high:.2f})" for each in (over_default, over_faster, inputs, busy)
+    ]
     return [
         name,
         f"{counts.chunks / counts.calls:.1f}",
