@@ -258,7 +258,10 @@ class ChunkRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What never changes about a call in the ledger; `opened` is where its Request lies."""
+    """What never changes about a call in the ledger; `opened` is where its Request lies.
+
+    `model_call` and `parent`: recovery.lineage.
+    """
 
     rollout: str
     turn: int
@@ -266,6 +269,8 @@ class Identity:
     source_digest: str
     restart_only: str
     opened: RecordRef
+    model_call: int = 0
+    parent: CallId = CallId(bytes(16))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
+from recovery.lineage import LINEAGE
+
 GREEDY_BELOW = 1e-5
 """vLLM's own bound: below it the most likely token is taken and nothing is drawn."""
 
@@ -193,6 +195,7 @@ REQUEST: Mapping[str, Row] = {
     "session_id": _exact(_ENGINE_ONLY),
     "kv_hints": _exact(_ENGINE_ONLY),
     DRAWS: _exact("the seed that was given to the call at admission, and stored with it"),
+    LINEAGE: _exact("which model call of its turn it is, and after whose answer; stored with it"),
     "cache_salt": _exact(
         "kept with the prompt, and joined with the policy version after a weight update; changes no value"
     ),

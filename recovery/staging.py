@@ -28,6 +28,7 @@ from recovery.calls import Captured
 from recovery.errors import RecoveryError
 from recovery.layout import segment_stem
 from recovery.ledger import ChunkAt, Coordinates, EndedAt, OpenedAt
+from recovery.lineage import lineage_of
 from recovery.model import CallId, ChunkRef, Identity, Record, RecordRef, SegmentInfo
 from recovery.ports import Entropy, ObjectStore, SegmentCodec
 from recovery.records import CHUNK, Records, raw_nbytes
@@ -84,6 +85,7 @@ def coordinates_of(records: Sequence[Record], segment: str) -> tuple[Coordinates
             found.append(EndedAt(call_id, attempt, starts[index], *end))
             continue
         request = whole.requests[index]
+        lineage = lineage_of(request.extra)
         identity = Identity(
             rollout=request.rollout,
             turn=request.turn,
@@ -91,6 +93,8 @@ def coordinates_of(records: Sequence[Record], segment: str) -> tuple[Coordinates
             source_digest=request.source_digest,
             restart_only=request.restart_only,
             opened=at,
+            model_call=lineage.model_call,
+            parent=lineage.parent,
         )
         found.append(OpenedAt(call_id, attempt, identity))
     return tuple(found)

@@ -24,7 +24,7 @@ from recovery.errors import Damaged
 from recovery.ledger_columns import PACKED, LedgerRows, Names, PackedChunks
 from recovery.model import DROPPED, ENDED, CallId, Identity, PolicyVersion, RecordRef
 from storage_backends import arrow_columns as columns
-from storage_backends import arrow_file, ledger_texts, strict_json
+from storage_backends import arrow_file, arrow_lineage, ledger_texts, strict_json
 from storage_backends.arrow_columns import Array
 from storage_backends.keys import is_key
 from storage_backends.strict_json import Where
@@ -81,19 +81,21 @@ class ArrowLedgerCodec:
     def encode(self, header: Mapping[str, Any], rows: LedgerRows) -> bytes:
         if header.get("format") != FORMAT or header.get("version") != arrow_file.VERSION:
             raise ValueError(f"the header is not that of a {FORMAT} version {arrow_file.VERSION}")
-        text = strict_json.dump(dict(header)).encode()
-        schema = SCHEMA.with_metadata({arrow_file.METADATA_KEY: text})
+        with_lineage = arrow_lineage.is_needed(rows.identities)
+        asked = {**header, "requires": [arrow_lineage.FEATURE]} if with_lineage else dict(header)
+        schema = _schema(with_lineage).with_metadata({arrow_file.METADATA_KEY: strict_json.dump(asked).encode()})
         chunks, bounds = rows.chunks, rows.bounds
         batches = (
-            pa.RecordBatch.from_arrays(_to_arrays(rows, part, chunks, bounds), schema=schema) for part in _split(bounds)
+            pa.RecordBatch.from_arrays(_to_arrays(rows, part, chunks, bounds, with_lineage), schema=schema)
+            for part in _split(bounds)
         )
         return arrow_file.write(schema, batches)[0]
 
     def decode(self, data: bytes, names: Names) -> tuple[dict[str, Any], LedgerRows]:
         what = "a ledger object"
         parts = arrow_file.split(data, what)
-        schema, header = arrow_file.read_schema(data, parts.schema, FORMAT, what)
-        arrow_file.check_columns(schema, SCHEMA, what)
+        schema, header = arrow_file.read_schema(data, parts.schema, FORMAT, what, (arrow_lineage.FEATURE,))
+        arrow_file.check_columns(schema, _schema(arrow_lineage.FEATURE in header.get("requires", [])), what)
         ledger_texts.check_header(header, what)
         rows = LedgerRows(names)
         nbytes_max = NBYTES_ALWAYS + RATIO_MAX * len(data)
@@ -107,6 +109,10 @@ class ArrowLedgerCodec:
         return header, rows
 
 
+def _schema(with_lineage: bool) -> pa.Schema:
+    return SCHEMA.append(arrow_lineage.FIELD) if with_lineage else SCHEMA
+
+
 def _split(bounds: Array) -> Iterator[slice]:
     """The rows of each batch; row i has the chunks from bounds[i] to bounds[i + 1]."""
     first, n_rows = 0, len(bounds) - 1
@@ -117,7 +123,9 @@ def _split(bounds: Array) -> Iterator[slice]:
         first = last
 
 
-def _to_arrays(rows: LedgerRows, part: slice, chunks: PackedChunks, bounds: Array) -> list[pa.Array]:
+def _to_arrays(
+    rows: LedgerRows, part: slice, chunks: PackedChunks, bounds: Array, with_lineage: bool
+) -> list[pa.Array]:
     """The columns of one batch. Raises ValueError for a row that cannot be stored."""
     first, last = bounds[part.start], bounds[part.stop]
     return [
@@ -130,6 +138,7 @@ def _to_arrays(rows: LedgerRows, part: slice, chunks: PackedChunks, bounds: Arra
         _identity_array(rows.identities[part]),
         pa.array(map(ledger_texts.ended_text, rows.ended[part]), pa.utf8()),
         pa.array(map(ledger_texts.history_text, rows.histories[part]), pa.utf8()),
+        *([arrow_lineage.array_of(rows.identities[part])] if with_lineage else []),
     ]
 
 
@@ -173,7 +182,7 @@ def _chunk_array(chunks: PackedChunks, names: Names) -> pa.StructArray:
 
 def _read_batch(batch: pa.RecordBatch, rows: LedgerRows, what: str) -> bytes:
     """Append the rows of a validated batch; their chunks are returned."""
-    call_id, attempt, state, n_tokens, kept, chunks, identity, ended, history = batch.columns
+    call_id, attempt, state, n_tokens, kept, chunks, identity, ended, history, *lineage = batch.columns
     states = columns.numbers(state, "state", what)
     if (states > DROPPED).any():
         raise Damaged(f"{what} has a row of unknown state {int(states.max())}")
@@ -187,7 +196,8 @@ def _read_batch(batch: pa.RecordBatch, rows: LedgerRows, what: str) -> bytes:
     rows.n_tokens += columns.numbers(n_tokens, "n_tokens", what).tolist()
     rows.kept += columns.numbers(kept, "kept", what).tolist()
     rows.n_chunks += np.diff(bounds).tolist()
-    rows.identities += _read_identities(identity, call_ids, what)
+    identities = _read_identities(identity, call_ids, what)
+    rows.identities += arrow_lineage.read(lineage[0], identities, what) if lineage else identities
     rows.ended += _read_texts(ended, call_ids, what, ledger_texts.read_ended)
     rows.histories += _read_texts(history, call_ids, what, ledger_texts.read_history)
     return packed.tobytes()

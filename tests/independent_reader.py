@@ -38,6 +38,7 @@ LEDGER = (
     "identity: struct<rollout: string, turn: uint64, request_digest: fixed_size_binary[16], source_digest: string, "
     "restart_only: string, segment: string, index: uint32>, ended: string, history: string"
 )
+LINEAGE = ", lineage: struct<model_call: uint32, parent: fixed_size_binary[16]>"
 SEGMENT = (
     "kind: uint8, call_id: fixed_size_binary[16], attempt: uint32, start: uint32, token_ids: list<: int32>, "
     "logprobs: list<: float>, mask_starts: list<: uint32>, mask_values: list<: bool>, lineage: string, "
@@ -116,7 +117,8 @@ def read_arrow(data, name, kind, columns, known=()):
         header = parse(reader.schema.metadata[b"prefix-recovery"], name)
         check_version(header, name, f"prefix-recovery/{kind}", known)
         found = ", ".join(f"{field.name}: {field.type}" for field in reader.schema)
-        types = [type_ for type_ in TYPES if f"wide_{type_}" in reader.schema.names] if known else []
+        types = [type_ for type_ in TYPES if f"wide_{type_}" in reader.schema.names] if kind == "segment" else []
+        columns += LINEAGE if kind == "ledger" and header.get("requires") else ""
         wide = "".join(f", wide_{type_}: list<: {ARROW_NAMES.get(type_, type_)}>" for type_ in types)
         columns += f", wide: string{wide}" if types else ""
         need(re.sub("(?<=list<)[^:]*|( not null)", "", found) == columns, name, "has other columns")
@@ -182,7 +184,7 @@ def read_ledger(root, ref, name):
     while len(chain) <= depth:
         need(ref is not None, name, f"has no parent, and {depth} objects before the newest are needed")
         name, data = fetch_referenced(root, ref, name, "ledger", ARROW_LIMIT)
-        header, _, batches = read_arrow(data, name, "ledger", LEDGER)
+        header, _, batches = read_arrow(data, name, "ledger", LEDGER, ("call-lineage",))
         chain.append((name, header, batches))
         ref = chain[-1][1].get("parent")
         if len(chain) == 1:
@@ -233,7 +235,12 @@ def merge(row, calls, unknown, name):
     stops = [0, *(chunk["start"] + chunk["n_tokens"] for chunk in row["chunks"])]
     need(stops[:-1] == [chunk["start"] for chunk in row["chunks"]], name, "has chunks that are not contiguous")
     need(stops[-1] == row["n_tokens"], name, f"has {stops[-1]} tokens, not {row['n_tokens']}")
-    for field in ("identity", "history"):
+    if "lineage" in row:
+        need((row["lineage"] is None) == (row["identity"] is None), name, "has a lineage without an identity")
+    elif row["identity"] is not None:
+        row["lineage"] = {"model_call": 0, "parent": bytes(16)}
+    row.setdefault("lineage", None)
+    for field in ("identity", "history", "lineage"):
         row[field] = old.get(field) if row[field] is None else row[field]
     if row["state"] != 2:
         calls[call_id] = row
@@ -298,6 +305,9 @@ def read_call(row, record):
     need(asked == identity["request_digest"], name, "is not the request that the ledger names")
     for field in ("rollout", "turn", "restart_only", "source_digest"):
         need(body[field] == identity[field], name, f"has another {field} than the ledger")
+    said = body["extra"].get("lineage", {"call": 0, "parent": None})
+    lineage = {"model_call": said["call"], "parent": bytes.fromhex(said["parent"] or "00" * 16)}
+    need(lineage == row["lineage"], name, "has another lineage than the ledger")
     own = digest(b"call", lp(body["rollout"]), u64(body["turn"]), asked)
     need(own == row["call_id"], name, f"makes call {own.hex()}")
     tokens, logprobs, has, masks, versions, columns = [], [], [], [], [], {}

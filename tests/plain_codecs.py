@@ -166,6 +166,8 @@ def _row_as_json(row: LedgerRow, names: Names) -> dict[str, Any]:
             who.restart_only,
             who.opened.segment,
             who.opened.index,
+            who.model_call,
+            who.parent.hex(),
         ],
         "ended": row.ended,
         "history": None
@@ -188,6 +190,8 @@ def _add_row(rows: LedgerRows, value: dict[str, Any]) -> None:
         source_digest=who[3],
         restart_only=who[4],
         opened=RecordRef(who[5], who[6]),
+        model_call=who[7],
+        parent=CallId(bytes.fromhex(who[8])),
     )
     made = [(Resumed if kind == "resume" else Restarted)(*rest) for kind, *rest in events or ()]
     rows.add(

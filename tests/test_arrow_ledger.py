@@ -57,6 +57,8 @@ IDENTITIES = st.builds(
     source_digest=TEXT,
     restart_only=TEXT,
     opened=REFS,
+    model_call=st.just(0) | U32,
+    parent=st.just(bytes(16)) | DIGESTS,
 )
 NUMBER = st.integers(0, 2**40)
 EVENTS = st.one_of(st.builds(Resumed, NUMBER, NUMBER, TEXT), st.builds(Restarted, NUMBER, NUMBER, TEXT))
@@ -154,7 +156,8 @@ def sample_rows(n_rows: int = 3, n_chunks: int = 2) -> list[LedgerRow]:
 @given(rows=row_lists(), described=st.integers(0, 6))
 def test_header_and_rows_come_back(rows: list[LedgerRow], described: int) -> None:
     header = header_of(described)
-    assert decode(encode(header, rows)) == (header, rows)
+    lineage = any(row.identity and (row.identity.model_call or row.identity.parent != bytes(16)) for row in rows)
+    assert decode(encode(header, rows)) == ({**header, "requires": ["call-lineage"] if lineage else []}, rows)
 
 
 def test_rows_of_a_base_come_back() -> None:
