@@ -21,7 +21,7 @@ SOURCES := recovery storage_backends vllm_hooks tools tests examples requirement
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check docs format browser soak bench-store bench-exact clean
+.PHONY: help setup demo test check docs format browser soak bench bench-store bench-exact bench-scale clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -56,6 +56,12 @@ soak: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol and ROLLOUTS=10000 o
 
 bench-store: $(VENV)/ready  ## measure the store: cost, size, restore, today's ways (minutes; ARGS=--quick: seconds)
 	$(BIN)/python -m bench store $(ARGS)
+
+bench: $(VENV)/ready  ## measure everything, one after the other (figures, pictures: build/bench; ARGS=--quick: a minute)
+	$(BIN)/python -m bench all $(ARGS)
+
+bench-scale: $(VENV)/ready  ## measure the coordinator at a million calls and over a day of failures, simulated (ARGS=--quick: seconds)
+	$(BIN)/python -m bench scale $(ARGS)
 
 bench-exact: $(VENV)/ready  ## measure what exactness costs: the plug-in, draws by position, attention in one piece (ARGS=--quick: seconds)
 	$(BIN)/python -m bench exact $(ARGS)

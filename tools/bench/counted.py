@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 
 from recovery.ports import Listed, ObjectStore, Put
 
+NAMES_PER_LISTING = 1000
+"""A bucket gives so many with one request."""
+
 
 @dataclass(slots=True)
 class Traffic:
-    """What was asked of a store. `created` counts objects by the first part of their key."""
+    """What was asked of a store: requests by verb. `created` counts objects by the first part of their key."""
 
     calls: Counter[str] = field(default_factory=Counter)
     created: Counter[str] = field(default_factory=Counter)
@@ -62,8 +65,9 @@ class CountedStore:
         return data
 
     def list(self, prefix: str, after: str = "") -> list[Listed]:
-        self._traffic.calls["list"] += 1
-        return self._store.list(prefix, after)
+        found = self._store.list(prefix, after)
+        self._traffic.calls["list"] += max(1, -(-len(found) // NAMES_PER_LISTING))
+        return found
 
     def delete(self, key: str) -> None:
         self._traffic.calls["delete"] += 1

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,10 +68,12 @@ ON_A_GPU = {
         Side(environment={"VLLM_BATCH_INVARIANT": "0"}),
     )
 }
+ABOUT = "cost of the settings that make an engine bit-exact, and of the plug-in"
 PARTS = (*COMPARISONS, *ON_A_GPU)
+ROUNDS = 15
 
 
-def run(report: Report, parts: Sequence[str], folder: Path | None, rounds: int) -> None:
+def run(report: Report, parts: tuple[str, ...], folder: Path | None) -> None:
     """All comparisons, one after the other; each has two engines alive."""
     from prefix_recovery.engine import is_cpu_build
     from prefix_recovery.tiny import make_tiny_llama
@@ -79,7 +81,7 @@ def run(report: Report, parts: Sequence[str], folder: Path | None, rounds: int) 
     here = COMPARISONS if is_cpu_build() else ON_A_GPU
     todo = [comparison for key, comparison in here.items() if key in parts]
     rng = np.random.default_rng(report.seed)
-    rounds, calls, tokens = (2, 4, 16) if report.quick else (rounds, 16, 128)
+    rounds, calls, tokens = (2, 4, 16) if report.quick else (report.rounds or ROUNDS, 16, 128)
     report.title(f"seconds for {calls} calls of {tokens} tokens at a time, {rounds} paired rounds, tiny model")
     rows = []
     with tempfile.TemporaryDirectory(dir=folder) as name:

@@ -1,6 +1,7 @@
 """A job without an engine: the product's own capture, staging, coordinator and restore, fed with tokens that are given.
 
-Owns: opening or carrying on a store, live calls over some workers, and one snapshot at a time with what it cost.
+Owns: opening or carrying on a store with a fleet of any kind (`Life`), live calls over some workers (`Job`), and one
+snapshot at a time with what it cost.
 Does not know: which tokens, what is compared.
 
 Invariants:
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -23,10 +25,10 @@ from recovery import codec
 from recovery.calls import CallTable, LiveCall, Stored
 from recovery.compaction import Limits
 from recovery.compactor import Compactor
-from recovery.coordinator import Coordinator
+from recovery.coordinator import Attempt, Coordinator, Fleet
 from recovery.errors import RecoveryError
 from recovery.model import Float32Array, Int32Array, PolicyVersion, Request
-from recovery.ports import ObjectStore
+from recovery.ports import Entropy, ObjectStore, SegmentCodec
 from recovery.protocol import Verdict
 from recovery.publication import Publication
 from recovery.restore import choose, compatibility_record, restore
@@ -46,12 +48,30 @@ SAMPLING = {"temperature": 0.0, "max_tokens": 4096, "ignore_eos": True}
 _TIMEOUT_S = 600.0
 
 
+def job_state() -> dict[str, bytes]:
+    """The states of a snapshot of these jobs."""
+    return {"job": compatibility_record(MUST, {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a worker needs to store segments."""
+
+    store: ObjectStore
+    segments: SegmentCodec
+    entropy: Entropy
+    epoch: int
+
+
 class Workers:
     """The fleet of a coordinator: a call table and a stager for each of some workers."""
 
-    def __init__(self, tables: Sequence[CallTable], stagers: Sequence[Stager]) -> None:
-        self.tables = tables
-        self.stagers = stagers
+    def __init__(self, seat: Seat, n_workers: int) -> None:
+        self.stagers = [
+            Stager(seat.store, seat.segments, seat.entropy, epoch=seat.epoch, worker=f"w{number}")
+            for number in range(n_workers)
+        ]
+        self.tables = [CallTable() for _ in self.stagers]
         self._flushes: list[Future[RecoveryError | None]] = []
 
     def acquire_hold(self, reason: str, timeout_s: float) -> None: ...
@@ -67,7 +87,7 @@ class Workers:
             stager.published()
 
     def prepare(self, timeout_s: float) -> Mapping[str, bytes]:
-        return {"job": compatibility_record(MUST, {})}
+        return job_state()
 
     def cut(self, timeout_s: float) -> None:
         self._flushes = [stager.flush(table.freeze()) for table, stager in zip(self.tables, self.stagers, strict=True)]
@@ -93,7 +113,8 @@ class Workers:
 class Taken:
     """One snapshot: its id, and what it cost. `ledger_depth`: how many ledger objects belong to it besides its own.
 
-    `processor_seconds` are those of this process: the server of a bucket is another.
+    `processor_seconds` are those of this process: the server of a bucket is another. `steps` are the seconds of each
+    effect of the protocol.
     """
 
     id: int
@@ -101,10 +122,14 @@ class Taken:
     processor_seconds: float
     traffic: Traffic
     ledger_depth: int
+    steps: Mapping[str, float]
 
 
-class Job:
-    """One process's life of a job, from its claim on; `close` ends its threads.
+F = TypeVar("F", bound=Fleet)
+
+
+class Life(Generic[F]):
+    """One process's life of a job with a fleet of any kind, from its claim on.
 
     With `compact` what compaction wants to do after a snapshot waits until `compact_now`, to be measured apart.
     """
@@ -112,14 +137,15 @@ class Job:
     def __init__(
         self,
         store: ObjectStore,
+        fleet: Callable[[Seat], F],
         *,
-        n_workers: int = 1,
         write: CodecName = "arrow",
         keep_latest_k: int = 2,
         compact: Limits | None = None,
+        entropy: Entropy | None = None,
     ) -> None:
         self.store = CountedStore(store)
-        entropy, clock = SystemEntropy(), SystemClock()
+        entropy, clock = entropy or SystemEntropy(), SystemClock()
         make_root(self.store, entropy)
         self.segments, ledgers = MixedSegmentCodec(write), ArrowLedgerCodec()
         log = SlotLog(self.store, clock, entropy, "bench")
@@ -137,15 +163,11 @@ class Job:
             choice="auto",
             keep_latest_k=keep_latest_k,
             stop=STOP,
-            states=lambda found: {"job": compatibility_record(MUST, {})},
+            states=lambda found: job_state(),
             fingerprint_hex=codec.fingerprint(MUST),
             exactness="token",
         )
-        stagers = [
-            Stager(self.store, self.segments, entropy, epoch=log.epoch, worker=f"w{number}")
-            for number in range(n_workers)
-        ]
-        self.workers = Workers([CallTable() for _ in stagers], stagers)
+        self.workers = fleet(Seat(self.store, self.segments, entropy, log.epoch))
         self._to_compact: list[Callable[[], None]] = []
         self.compactor = (
             None
@@ -161,6 +183,47 @@ class Job:
             timeout_s=_TIMEOUT_S,
             fingerprint=codec.fingerprint(MUST),
             compactor=self.compactor,
+        )
+
+    def compact_now(self) -> tuple[float, Traffic] | None:
+        """Do the round of compaction that the last snapshot asked for. None: it asked for none."""
+        if not self._to_compact:
+            return None
+        self.store.take()
+        began = time.perf_counter()
+        self._to_compact.pop()()
+        return time.perf_counter() - began, self.store.take()
+
+    def attempt(self) -> Attempt:
+        """Try to take a snapshot."""
+        return self._coordinator.take("interval")
+
+    def snapshot(self) -> Taken:
+        """Take one; raises whatever kept it from being published."""
+        self.store.take()
+        busy, began = time.process_time(), time.perf_counter()
+        attempt = self.attempt()
+        seconds, busy = time.perf_counter() - began, time.process_time() - busy
+        if attempt.verdict is not Verdict.PUBLISHED or attempt.snapshot is None:
+            raise attempt.error or RuntimeError(f"no snapshot: {attempt}")
+        depth = self.publication.writer.depth
+        return Taken(attempt.snapshot, seconds, busy, self.store.take(), depth, attempt.seconds)
+
+
+class Job(Life[Workers]):
+    """A life with call tables and stagers of its own, fed call by call; `close` ends its threads."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        n_workers: int = 1,
+        write: CodecName = "arrow",
+        keep_latest_k: int = 2,
+        compact: Limits | None = None,
+    ) -> None:
+        super().__init__(
+            store, lambda seat: Workers(seat, n_workers), write=write, keep_latest_k=keep_latest_k, compact=compact
         )
         self.calls: list[LiveCall] = []
 
@@ -182,25 +245,6 @@ class Job:
         """A periodic flush of every worker."""
         self.workers.cut(_TIMEOUT_S)
         self.workers.wait(_TIMEOUT_S)
-
-    def compact_now(self) -> tuple[float, Traffic] | None:
-        """Do the round of compaction that the last snapshot asked for. None: it asked for none."""
-        if not self._to_compact:
-            return None
-        self.store.take()
-        began = time.perf_counter()
-        self._to_compact.pop()()
-        return time.perf_counter() - began, self.store.take()
-
-    def snapshot(self) -> Taken:
-        """Take one; raises whatever kept it from being published."""
-        self.store.take()
-        busy, began = time.process_time(), time.perf_counter()
-        attempt = self._coordinator.take("interval")
-        seconds, busy = time.perf_counter() - began, time.process_time() - busy
-        if attempt.verdict is not Verdict.PUBLISHED or attempt.snapshot is None:
-            raise attempt.error or RuntimeError(f"no snapshot: {attempt}")
-        return Taken(attempt.snapshot, seconds, busy, self.store.take(), self.publication.writer.depth)
 
     def close(self) -> None:
         for stager in self.workers.stagers:

@@ -14,6 +14,7 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from storage_backends.testing import servers
 from storage_backends.testing.faults import Wrapped
 from vllm_hooks.opening import SystemClock, SystemEntropy
 
+ABOUT = "what `snapshot-inspect latest` costs on a long log in a bucket"
 PARTS = ("latest",)
 ENTRIES, CALLS, LOOKS = 1000, 100_000, 7
 NAME_NBYTES, ANSWER_NBYTES = 230, 500
@@ -52,7 +54,8 @@ class Answers(Wrapped):
         return found
 
 
-def run(report: Report) -> None:
+def run(report: Report, parts: tuple[str, ...], folder: Path | None) -> None:
+    """The store is in memory first, and then in a bucket of moto's."""
     entries, calls = (20, 50) if report.quick else (ENTRIES, CALLS)
     report.title(f"snapshot-inspect latest: {entries:,} log entries, {calls:,} calls, in a bucket (moto)")
     made = _made(entries, calls)
@@ -65,7 +68,7 @@ def run(report: Report) -> None:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda item: seen.put_new(item.key, made.get(item.key)), made.list("")))
         places.open_store = lambda address, **more: seen
-        seconds = [_look(calls) for _ in range(2 if report.quick else LOOKS)]
+        seconds = [_look(calls) for _ in range(2 if report.quick else report.rounds or LOOKS)]
         seen.nbytes = 0
         _look(calls)
     finally:

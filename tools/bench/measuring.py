@@ -34,6 +34,9 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
+    def text(self, digits: int) -> str:
+        return f"{self.median:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f})"
+
     def as_json(self) -> dict[str, float]:
         return {"median": self.median, "low": self.low, "high": self.high, "n": self.n}
 

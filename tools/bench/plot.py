@@ -1,85 +1,114 @@
-"""The scaling law as a picture: what each of many snapshots cost, in bytes and in milliseconds.
+"""Scaling laws as a picture: the points of each as measured, a panel each.
 
-Owns: the drawing, out of the figures that `bench store --json` wrote.
-Does not know: how they were measured.
+Owns: the drawing, out of the laws in a document that `--json` wrote.
+Does not know: what is measured.
 
-Every point is one snapshot as measured; nothing is smoothed. Both axes begin at 0. The dashed line is the bound: 1.5
-times the median of the first snapshots on local disk. Milliseconds above twice the bound are drawn at the upper edge.
+Nothing is smoothed. A linear panel begins at 0 and ends at twice its bound, or above its largest point if it has none
+or misses it by much; what lies higher is drawn at the upper edge. The dashed line is the bound.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-PLACES = {"local": (31, 98, 181), "local, compacted": (214, 110, 20), "S3 (moto)": (84, 140, 60)}
-BOUND = 1.5
-_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 560, 380, 70, 46, 20, 52
+from bench.report import Law
+
+_COLOURS = ((31, 98, 181), (214, 110, 20), (84, 140, 60), (150, 60, 140), (120, 120, 120), (190, 30, 45))
+_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 560, 400, 76, 46, 24, 72
 _INK, _FAINT = (40, 40, 40), (222, 222, 222)
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One quantity over the number of the snapshot."""
-
-    title: str
-    series: Mapping[str, Sequence[float]]
-    bound: float
-
-    @property
-    def top(self) -> float:
-        return 2 * self.bound
+_PER_ROW = 3
+"""Names below a panel."""
 
 
 def plot(source: Path, target: Path) -> None:
-    """Draw the figures in the JSON document `source` to the PNG file `target`."""
-    cost = json.loads(source.read_text())["figures"]["cost"]
-    panels = [_panel(cost, "bytes", "kB of snapshot k", 1e3), _panel(cost, "ms", "ms of snapshot k", 1e-3)]
-    image = Image.new("RGB", (_WIDTH * len(panels), _HEIGHT), "white")
+    """Draw the laws in the JSON document `source` to the PNG file `target`. Raises ValueError if it has none."""
+    laws = [Law(**law) for law in json.loads(source.read_text())["laws"]]
+    if not laws:
+        raise ValueError(f"{source} has no scaling law to draw")
+    image = Image.new("RGB", (_WIDTH * len(laws), _HEIGHT), "white")
     draw = ImageDraw.Draw(image)
-    for number, panel in enumerate(panels):
-        _draw(draw, panel, number * _WIDTH)
+    for number, law in enumerate(laws):
+        _Panel(draw, law, number * _WIDTH).draw()
     image.quantize(32).save(target, optimize=True)
 
 
-def _panel(cost: Mapping[str, Any], quantity: str, title: str, unit: float) -> Panel:
-    """Snapshot 1 opens all calls and is left out, as in the bound."""
-    series = {place: [value / unit for value in cost[f"{place}: {quantity}"]["all"][1:]] for place in PLACES}
-    return Panel(title, series, BOUND * cost[f"local: {quantity}"]["first_window"]["median"] / unit)
+class _Axis:
+    """From values to pixels."""
+
+    def __init__(self, low: float, high: float, first: int, last: int, *, log: bool) -> None:
+        self._log = log
+        self._low, self._high = (math.log10(low), math.log10(high)) if log else (low, high)
+        self._first, self._last = first, last
+
+    def at(self, value: float) -> float:
+        value = math.log10(value) if self._log else value
+        share = (value - self._low) / ((self._high - self._low) or 1)
+        return self._first + (self._last - self._first) * min(max(share, 0), 1)
+
+    def ticks(self) -> Sequence[float]:
+        if self._log:
+            return [10.0**power for power in range(math.ceil(self._low - 1e-9), math.floor(self._high + 1e-9) + 1)]
+        return [self._low + (self._high - self._low) * tick / 4 for tick in range(5)]
 
 
-def _draw(draw: ImageDraw.ImageDraw, panel: Panel, x0: int) -> None:
-    font = ImageFont.load_default(13)
-    n = max(map(len, panel.series.values()))
-    left, right, top, bottom = x0 + _LEFT, x0 + _WIDTH - _RIGHT, _TOP, _HEIGHT - _BOTTOM
+class _Panel:
+    """One law."""
 
-    def x_of(k: float) -> float:
-        return left + (right - left) * k / (n + 1)
+    def __init__(self, draw: ImageDraw.ImageDraw, law: Law, x0: int) -> None:
+        self._draw, self._law, self._font = draw, law, ImageFont.load_default(13)
+        points = [point for series in law.series.values() for point in series]
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        self._left, self._right, self._top, self._bottom = x0 + _LEFT, x0 + _WIDTH - _RIGHT, _TOP, _HEIGHT - _BOTTOM
+        bounds = [] if law.bound is None else [law.bound]
+        if law.log:
+            x, y = (
+                (min(xs), max(xs)),
+                (10 ** math.floor(math.log10(min(ys))), 10 ** math.ceil(math.log10(max(ys + bounds)))),
+            )
+        else:
+            high = 2 * law.bound if law.bound is not None and max(ys) < 4 * law.bound else 1.1 * max(ys)
+            x, y = (0, max(xs)), (0, high or 1)
+        self._x = _Axis(*x, self._left, self._right, log=law.log)
+        self._y = _Axis(*y, self._bottom, self._top, log=law.log)
 
-    def y_of(value: float) -> float:
-        return bottom - (bottom - top) * min(value, panel.top) / panel.top
+    def draw(self) -> None:
+        draw, font, law = self._draw, self._font, self._law
+        for value in self._y.ticks():
+            draw.line([(self._left, self._y.at(value)), (self._right, self._y.at(value))], fill=_FAINT)
+            draw.text((self._left - 8, self._y.at(value)), _number(value), font=font, fill=_INK, anchor="rm")
+        for value in self._x.ticks():
+            draw.text((self._x.at(value), self._bottom + 8), _number(value), font=font, fill=_INK, anchor="mt")
+        draw.line([(self._left, self._top), (self._left, self._bottom), (self._right, self._bottom)], fill=_INK)
+        draw.text((self._left, 14), law.title, font=font, fill=_INK)
+        draw.text((self._right, 14), law.x, font=font, fill=_INK, anchor="ra")
+        if law.bound is not None:
+            y = self._y.at(law.bound)
+            for dash in range(self._left, self._right, 10):
+                draw.line([(dash, y), (dash + 5, y)], fill=_INK)
+            draw.text((self._right, y - 4), f"bound: {law.bound:,.4g}", font=font, fill=_INK, anchor="rb")
+        for number, (name, series) in enumerate(law.series.items()):
+            self._series(number, name, series)
 
-    for tick in range(5):
-        value = panel.top * tick / 4
-        draw.line([(left, y_of(value)), (right, y_of(value))], fill=_FAINT)
-        draw.text((left - 8, y_of(value)), f"{value:,.0f}", font=font, fill=_INK, anchor="rm")
-        k = (n + 1) * tick / 4
-        draw.text((x_of(k), bottom + 8), f"{k:.0f}", font=font, fill=_INK, anchor="mt")
-    draw.line([(left, top), (left, bottom), (right, bottom)], fill=_INK)
-    draw.text((left, 14), panel.title, font=font, fill=_INK)
-    draw.text((right, bottom + 28), "k", font=font, fill=_INK, anchor="rt")
-    for dash in range(left, right, 10):
-        draw.line([(dash, y_of(panel.bound)), (dash + 5, y_of(panel.bound))], fill=_INK)
-    draw.text((right, y_of(panel.bound) - 4), f"bound: {BOUND} x the first", font=font, fill=_INK, anchor="rb")
-    for row, (name, values) in enumerate(panel.series.items()):
-        for k, value in enumerate(values, 2):
-            x, y = x_of(k), y_of(value)
-            draw.rectangle([x - 1, y - 1, x + 1, y + 1], fill=PLACES[name])
-        x = left + 140 * row
-        draw.rectangle([x, bottom + 31, x + 8, bottom + 39], fill=PLACES[name])
-        draw.text((x + 13, bottom + 28), name, font=font, fill=_INK)
+    def _series(self, number: int, name: str, series: Sequence[tuple[float, float]]) -> None:
+        draw, colour = self._draw, _COLOURS[number % len(_COLOURS)]
+        places = [(self._x.at(x), self._y.at(y)) for x, y in series]
+        if self._law.log:
+            draw.line(places, fill=colour)
+        size = 1 if len(places) > 50 else 2
+        for x, y in places:
+            draw.rectangle([x - size, y - size, x + size, y + size], fill=colour)
+        x = self._left + 160 * (number % _PER_ROW)
+        y = self._bottom + 30 + 18 * (number // _PER_ROW)
+        draw.rectangle([x, y + 3, x + 8, y + 11], fill=colour)
+        draw.text((x + 13, y), name, font=self._font, fill=_INK)
+
+
+def _number(value: float) -> str:
+    if value >= 1e6:
+        return f"{value:.0e}".replace("e+0", "e")
+    return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.3g}"

@@ -14,8 +14,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,17 @@ class Bound:
         return self.value <= self.limit
 
 
+@dataclass(frozen=True, slots=True)
+class Law:
+    """How something grows: points of some series, to be drawn (plot.py). `log`: both axes are logarithmic."""
+
+    title: str
+    x: str
+    series: Mapping[str, Sequence[tuple[float, float]]]
+    bound: float | None = None
+    log: bool = False
+
+
 @dataclass(slots=True)
 class Report:
     """Filled by the parts of a benchmark, in order."""
@@ -68,6 +79,9 @@ class Report:
     machine: dict[str, Any] = field(default_factory=describe_machine)
     figures: dict[str, Any] = field(default_factory=dict)
     bounds: list[Bound] = field(default_factory=list)
+    laws: list[Law] = field(default_factory=list)
+    rounds: int | None = None
+    """How often a pair is measured, if it was said."""
 
     def title(self, text: str) -> None:
         self.console.print(f"\n[bold]{text}[/bold]")
@@ -89,6 +103,14 @@ class Report:
     def bound(self, name: str, value: float, limit: float) -> None:
         self.bounds.append(Bound(name, value, limit))
 
+    def law(self, law: Law) -> None:
+        """One more law, or more series of one that is there by that title."""
+        for number, known in enumerate(self.laws):
+            if known.title == law.title:
+                self.laws[number] = replace(known, series={**known.series, **law.series})
+                return
+        self.laws.append(law)
+
     def show_bounds(self) -> None:
         self.title("bounds")
         rows = [(b.name, f"{b.value:.3g}", f"{b.limit:g}", "met" if b.met else "MISSED") for b in self.bounds]
@@ -102,6 +124,7 @@ class Report:
             "machine": self.machine,
             "figures": self.figures,
             "bounds": [{**asdict(bound), "met": bound.met} for bound in self.bounds],
+            "laws": [asdict(law) for law in self.laws],
         }
 
     def write(self, bench: str, path: Path | None) -> None:

@@ -23,6 +23,7 @@ from recovery.ports import ObjectStore
 from storage_backends import open_store
 from storage_backends.testing import servers
 
+ABOUT = "cost, size and restore speed of the store, and today's ways beside it"
 PARTS = ("cost", "size", "restore", "ways", "objects")
 
 
@@ -96,7 +97,7 @@ def run(report: Report, parts: tuple[str, ...], folder: Path | None) -> None:
         if "restore" in parts:
             store_restore.measure(
                 report, corpus, logprobs, calls=sizes.restore_calls, chunks=sizes.restore_chunks,
-                rounds=sizes.restore_rounds, folder=root / "restore", rng=rng,
+                rounds=report.rounds or sizes.restore_rounds, folder=root / "restore", rng=rng,
             )  # fmt: skip
         if "ways" in parts:
             store_ways.measure(

@@ -19,11 +19,13 @@ from bench.corpus import Corpus
 from bench.counted import Traffic
 from bench.jobs import Job, Taken
 from bench.measuring import Spread
-from bench.report import Report, ms_text, nbytes_text
+from bench.report import Law, Report, ms_text, nbytes_text
 from recovery.compaction import Limits
 from recovery.model import Float32Array
 from recovery.ports import ObjectStore
 
+RATIO_MAX = 1.5
+_UNITS = {"bytes": 1e3, "ms": 1e-3}
 WORKERS = 2
 PROMPT = 100
 
@@ -112,8 +114,13 @@ def _rows(report: Report, place: str, taken: Sequence[Taken], size: Size) -> lis
             "all": list(map(of, taken)),
         }
         report.figure("cost", f"{place}: {name}", figure)
+        if bounded:
+            unit = _UNITS[name]
+            points = [(k, of(one) / unit) for k, one in enumerate(taken[1:], 2)]
+            law = f"{'kB' if name == 'bytes' else name} of snapshot k"
+            report.law(Law(law, "k", {place: points}, RATIO_MAX * at_first.median / unit))
         if bounded and not report.quick:
-            report.bound(f"{name} of the last snapshots over the first, {place}", windows, 1.5)
+            report.bound(f"{name} of the last snapshots over the first, {place}", windows, RATIO_MAX)
         rows.append(
             [f"{place}: {name}", text(of(taken[1])), text(of(taken[-1])), f"{single:.2f}", text(at_first.median),
              text(at_last.median), f"{windows:.2f}", text(most)]

@@ -1,0 +1,79 @@
+"""`bench scale --quick`: the simulations run, and what they count is right; how long they take is not looked at.
+
+Invariant: nothing here depends on how fast the machine is, or on what the seed draws.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from bench.__main__ import main
+from bench.jobs import Life
+from bench.prices import dollars
+from bench.scale_day import Day, Size
+from bench.simulated import Fleet, is_as_decoded
+from storage_backends.memory import MemoryStore
+
+
+def _document(tmp_path: Path, part: str) -> dict[str, Any]:
+    file = tmp_path / "figures.json"
+    assert main(["scale", "--quick", "--only", part, "--json", str(file)]) == 0
+    assert main(["plot", str(file), str(tmp_path / "law.png")]) == 0
+    with Image.open(tmp_path / "law.png") as drawn:
+        assert drawn.format == "PNG" and drawn.width == 560 * 2
+    document: dict[str, Any] = json.loads(file.read_text())
+    return document
+
+
+def test_a_million_calls_in_small(tmp_path: Path) -> None:
+    document = _document(tmp_path, "million")
+    figures = document["figures"]["million"]
+    assert figures["in the ledger"] == {"calls": 400, "chunks": 400 * 5}
+    assert figures["restore"]["as_decoded"] == 400
+    assert figures["objects created"]["all"] == [8 + 3] * 5, "a segment for each worker; ledger, slot and hint"
+    assert figures["requests"]["put_new"] == 5 * (8 + 2)
+    assert all(bound["met"] for bound in document["bounds"])
+
+
+def test_a_day_of_failures_in_small_loses_nothing(tmp_path: Path) -> None:
+    document = _document(tmp_path, "day")
+    figures = document["figures"]["day"]
+    assert figures["snapshots published"] + figures["snapshots abandoned"] <= 60 and figures["requests"]["put_new"]
+    met = {bound["name"]: bound["met"] for bound in document["bounds"]}
+    assert len(met) == 3 and all(met.values()), met
+
+
+def test_a_store_that_hardly_ever_works_loses_nothing_either() -> None:
+    day = Day(Size(workers=3, calls=12, minutes=40, tokens=64, failures=40), np.random.default_rng())
+    day.run()
+    assert (day.seen.lost, day.seen.other, day.seen.ended_twice) == (0, 0, 0)
+
+
+def test_a_lost_worker_begins_its_calls_again_and_a_rewound_one_hands_them_over_again() -> None:
+    store = MemoryStore()
+    life = Life(store, lambda seat: Fleet(seat, 2))
+    life.workers.open(range(6), [100] * 6)
+    life.workers.decode(8)
+    life.snapshot()
+    life.workers.lose(0)
+    life.workers.decode(8)
+    life.snapshot()
+    assert sorted((e.attempt, e.n_tokens) for e in life.publication.ledger) == [(0, 16)] * 3 + [(1, 8)] * 3
+    ledger = life.publication.ledger
+    stored = {entry.call_id: None for entry in list(ledger)}
+    for call_id in stored:
+        ledger.drop(call_id)
+    life.workers.rewind(stored)
+    life.snapshot()
+    assert sorted((e.attempt, e.n_tokens) for e in ledger) == [(0, 16)] * 3 + [(1, 8)] * 3
+    again = Life(store, lambda seat: Fleet(seat, 2))
+    assert len(again.restored.calls) == 6 and all(map(is_as_decoded, again.restored.calls))
+
+
+def test_a_thousand_writes_cost_what_is_listed() -> None:
+    assert dollars({"put_new": 600, "put": 200, "list": 200, "get": 10_000, "delete": 5}) == 0.005 + 0.004
