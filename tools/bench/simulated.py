@@ -22,7 +22,7 @@ from recovery.calls import Stored
 from recovery.layout import segment_stem
 from recovery.model import Array, CallId, Ended, Opened, Record, Request
 from recovery.records import CHUNK, SIXTEEN, Records, digests, no_columns
-from recovery.restore import RestoredCall
+from recovery.restored import RestoredCall
 from recovery.staging import Staged, coordinates_of
 
 PROMPT = np.arange(3, 19, dtype=np.int32)
