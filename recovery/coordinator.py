@@ -113,7 +113,7 @@ class InOneThread:
 
         self._running = threading.Thread(target=run, name="snapshot-step", daemon=True)
         self._running.start()
-        self._running.join(max(0.0, deadline - time.monotonic()))
+        self._wait(self._running, max(0.0, deadline - time.monotonic()))
         if self._running.is_alive():
             self._late = raised
             raise SnapshotAbandoned(
@@ -124,9 +124,13 @@ class InOneThread:
             raise raised[0]
         return result[0]
 
+    def _wait(self, thread: threading.Thread, timeout_s: float) -> None:
+        """Until it has ended, or the time is over."""
+        thread.join(timeout_s)
+
     def _wait_for_earlier(self, timeout_s: float) -> None:
         if self._running is not None:
-            self._running.join(timeout_s)
+            self._wait(self._running, timeout_s)
             if self._running.is_alive():
                 raise SnapshotAbandoned(
                     "a store call of an earlier snapshot still has not returned",

@@ -6,7 +6,8 @@ Does not know: what is tested. A test that asks for none of these starts none of
 Invariants:
 1. There is one engine per session, started by the first test that asks for it, and its processes end with the session.
 2. After the engine's start the environment is what it was before: processes that tests start see a user's environment.
-3. Every random choice comes from `rng`, which is a function of the printed seed and the test's name.
+3. Every random choice comes from `rng`, which is a function of the printed seed and the test's name, or from
+   hypothesis, for which no time is too long.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from prefix_recovery.processes import descendants
 from tests.job_processes import name_of
@@ -32,7 +34,15 @@ OnLoop = Callable[[Coroutine[Any, Any, T]], T]
 ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 192 << 20}
 """Engine arguments of the session's engine, and of the jobs that tests run."""
 
-_LONGEST_S = 240.0
+_LONGEST_S = 500.0
+
+settings.register_profile(
+    "suite",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+"""How fast a machine is, and how many draws a filter happens to refuse, is no property of the code."""
+settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from prefix_recovery.engine import Engine
 from prefix_recovery.processes import Identity
 from recovery.log_reading import find_tail
 from storage_backends import open_store
-from tests.engine_runs import block, greedy, open_session, prompts, tokens_of, until
+from tests.engine_runs import block, greedy, open_session, prompts, standing, tokens_of, until
 from tests.job_processes import engine_core_of
 from vllm_hooks import RecoverableEngine
 
@@ -48,12 +47,12 @@ async def scenario(llm: Any, core: Identity, store: Path) -> dict[str, Any]:
     yielded: dict[str, list[int]] = {}
     calls = [asyncio.ensure_future(call(wrapped, number, yielded)) for number in range(6)]
     await until(lambda: tokens_of(session) >= 200)
-    session.want_snapshot()
-    await until(lambda: session.counters.snapshots == 1 and tokens_of(session) >= 500)
-    killed_at = time.monotonic()
+    async with standing(llm):
+        session.want_snapshot()
+        await until(lambda: session.counters.snapshots == 1)
+    await until(lambda: tokens_of(session) >= 500)
     os.kill(core.pid, signal.SIGKILL)
     errors = await asyncio.gather(*calls)
-    noticed_s = time.monotonic() - killed_at
     tail = find_tail(open_store(str(store)))
     captured = {c.request.rollout: (list(c.transcript_ids), list(c.transcript_logprobs)) for c in live(session)}
     late = await call(wrapped, 0, {})
@@ -62,7 +61,6 @@ async def scenario(llm: Any, core: Identity, store: Path) -> dict[str, Any]:
     return {
         "errors": errors,
         "late": late,
-        "noticed_s": noticed_s,
         "captured": captured,
         "yielded": yielded,
         "snapshots": session.counters.snapshots,

@@ -336,11 +336,21 @@ def tokens_of(session: Any) -> int:
     return captured
 
 
-async def until(holds: Any, timeout_s: float = 60.0) -> None:
+async def until(holds: Any, timeout_s: float = 200.0) -> None:
     """Let the loop run until a condition holds."""
     async with asyncio.timeout(timeout_s):
         while not holds():
             await asyncio.sleep(0.002)
+
+
+@contextlib.asynccontextmanager
+async def standing(engine: Any) -> AsyncIterator[None]:
+    """The engine decodes nothing in the block, and goes on after it where it was: for what takes a time of its own."""
+    await engine.pause_generation(mode="keep", clear_cache=False)
+    try:
+        yield
+    finally:
+        await engine.resume_generation()
 
 
 async def take_snapshot(session: Any, timeout_s: float | None = None) -> Any:

@@ -1,6 +1,7 @@
 """A clock that is moved by hand, randomness that can be replayed, and requests, for the tests of the core.
 
-Owns: the doubles of recovery.ports.Clock and Entropy, and short ways to make requests and records.
+Owns: the doubles of recovery.ports.Clock and Entropy and of a coordinator's thread, and short ways to make
+requests and records.
 Does not know: stores, engines (fake_engine.py).
 """
 
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from recovery.coordinator import InOneThread
 from recovery.model import CallId, Chunk, Ended, Opened, PolicyVersion, Request
 
 V0 = PolicyVersion("a", 0)
@@ -40,6 +43,18 @@ class SeededEntropy:
 
     def hex(self, nbytes: int) -> str:
         return self._random.randbytes(nbytes).hex()
+
+
+class UntilItHangs(InOneThread):
+    """Gives a step up when it is known to hang, not when a time is over: a step that only is slow has its turn."""
+
+    def __init__(self, hangs: Callable[[], bool]) -> None:
+        super().__init__()
+        self._hangs = hangs
+
+    def _wait(self, thread: threading.Thread, timeout_s: float) -> None:
+        while thread.is_alive() and not self._hangs():
+            thread.join(0.005)
 
 
 def name(rollout: str) -> CallId:

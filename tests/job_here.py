@@ -17,7 +17,7 @@ from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import read_prompts
 from prefix_recovery.results import Results
 from recovery.config import load_config
-from tests.engine_runs import ask, until
+from tests.engine_runs import ask, standing, until
 from vllm_hooks import open_session, surface
 
 
@@ -39,15 +39,20 @@ async def job(engine: Any, config_path: Path) -> AsyncIterator[tuple[Dispatch, A
 
 
 async def run_here(engine: Any, config_path: Path, stop_at: tuple[int, int] | None = None) -> tuple[Outcome, Any]:
-    """A whole run, or one that is asked to stop at so many tokens and rows. Gives what it did, and counters."""
+    """A whole run, or one that is asked to stop at so many tokens and rows. Gives what it did, and counters.
+
+    By then as many calls as `rows` must have ended: more come to no end before the stop.
+    """
     async with job(engine, config_path) as (dispatch, session):
         todo, stop = await dispatch.matched(), asyncio.Event()
         work = asyncio.ensure_future(dispatch.run(todo, stop))
         if stop_at is not None:
             tokens, rows = stop_at
             results = dispatch._results
-            await until(lambda: session.counters.tokens_captured >= tokens and len(results.done) >= rows)
-            stop.set()
+            await until(lambda: session.counters.tokens_captured >= tokens)
+            async with standing(engine):  # no more end, however slowly the row of one that has ended is stored
+                await until(lambda: len(results.done) >= rows)
+                stop.set()
         await work
         return dispatch.outcome, session.counters
 

@@ -202,6 +202,16 @@ class Plan:
     stops_right: str
     """Empty, or how `right` is stopped in its claim while `left` goes on."""
 
+    @property
+    def least(self) -> int:
+        """Snapshots that are acknowledged in any case.
+
+        By `left`: its restore, `at` more (without the one before whose slot it is held), and one more where it goes on
+        before anything is claimed. By `right`: its restore, its lead, one after the end of `left`, and its last.
+        """
+        left = 1 + self.at - (self.way == "before") + (self.way != "moment" and self.stops_right == "before")
+        return left + 1 + (0 if self.stops_right else self.lead) + 1 + 1
+
     @classmethod
     def drawn(cls, chance: random.Random, way: str = "") -> Plan:
         return cls(

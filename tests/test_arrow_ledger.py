@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery.errors import Damaged, FormatNotUnderstood
@@ -152,7 +152,6 @@ def sample_rows(n_rows: int = 3, n_chunks: int = 2) -> list[LedgerRow]:
     return rows
 
 
-@settings(deadline=None)
 @given(rows=row_lists(), described=st.integers(0, 6))
 def test_header_and_rows_come_back(rows: list[LedgerRow], described: int) -> None:
     header = header_of(described)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery.admission.attempts import TRANSITIONS, Attempts, Phase, ReceiptRefused, Record, Terminal
@@ -23,7 +23,6 @@ def terminal(table: Attempts, group: int = 0) -> tuple[Record, Terminal]:
 
 
 @given(st.lists(st.sampled_from(Phase), min_size=1, max_size=6))
-@settings(deadline=None)
 def test_only_moves_of_the_table_are_made(path: list[Phase]) -> None:
     table = Attempts("one", "rollout")
     record = table.adopt(attempt(0), V0)
@@ -89,7 +88,6 @@ def test_a2_newcomers_with_an_outstanding_id_are_named_and_not_adopted() -> None
 
 
 @given(total=st.integers(1, 4), events=st.lists(st.tuples(st.booleans(), st.sampled_from("abcdef")), max_size=30))
-@settings(deadline=None)
 def test_a8_a9_slots_are_a_bounded_set(total: int, events: list[tuple[bool, str]]) -> None:
     slots, held = Slots(total), []
     for take, who in events:
@@ -108,7 +106,6 @@ def test_a8_a9_slots_are_a_bounded_set(total: int, events: list[tuple[bool, str]
 
 
 @given(events=st.lists(st.tuples(st.sampled_from(["issue", "spend"]), st.integers(1, 6)), max_size=25))
-@settings(deadline=None)
 def test_a31_a33_a_lease_is_spent_once_and_rollouts_only_grow(events: list[tuple[str, int]]) -> None:
     leases = Leases()
     made: dict[int, Lease] = {}

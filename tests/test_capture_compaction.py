@@ -22,7 +22,7 @@ LONG = greedy(1000)
 
 
 def test_c6_a_round_that_hangs_delays_nothing_and_the_call_is_what_it_was(
-    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Any, on_loop: OnLoop[Any], quick_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Snapshots are published and tokens decoded while it hangs; then it is put in place under what came meanwhile."""
     event, entered = threading.Event(), threading.Event()
@@ -36,7 +36,7 @@ def test_c6_a_round_that_hangs_delays_nothing_and_the_call_is_what_it_was(
 
     async def scenario() -> None:
         alone = await ask(engine, PROMPT, greedy(100), "alone")
-        async with capturing(engine, tmp_path, flush=1) as (wrapped, session):
+        async with capturing(engine, quick_path, flush=1) as (wrapped, session):
             compactor = session.compactor
             compactor._limits = Limits(pieces=6)
             going = asyncio.ensure_future(ask(wrapped, PROMPT, LONG, "r"))
@@ -54,7 +54,7 @@ def test_c6_a_round_that_hangs_delays_nothing_and_the_call_is_what_it_was(
             going.cancel()
             await asyncio.gather(going, return_exceptions=True)
             assert compactor.counters.failures == compactor.counters.unused == 0
-        stored = read_back(tmp_path)
+        stored = read_back(quick_path)
         assert any(layout.COMPACTED in chunk.at.segment for chunk in stored.entries["r"].chunks)
         found = stored.transcripts["r"].token_ids.tolist()
         n = min(len(found), 100)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery import log
@@ -26,7 +26,6 @@ def log_with(lengths: list[int]) -> MemoryStore:
     return store
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 12), max_size=6), st.integers(1, 5))
 def test_c14_the_latest_claims_are_found_newest_first(lengths: list[int], most: int) -> None:
     """C14: against a plain count: each coordinator's claim stands where the slots before it end."""

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from recovery.codec import call_id, chunk_digest, request_digest
 from recovery.errors import ConfigError, Damaged, DigestMismatch, FormatNotUnderstood
@@ -59,7 +59,6 @@ def test_a_key_says_which_codec_reads_it() -> None:
         assert caught.value.hint
 
 
-@settings(deadline=None)
 @given(records=RECORDS)
 def test_l3_both_encodings_are_the_same_thing(records: list[Record]) -> None:
     expected = list(map(plain, records))

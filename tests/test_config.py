@@ -26,7 +26,7 @@ import jsonschema
 import msgspec
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery import config, config_checks
@@ -602,10 +602,8 @@ JOBS = st.builds(
     JobConfig, model=WORDS, prompts=WORDS.map("/p/{}".format), output=WORDS.map("/o/{}".format), engine=KEYED,
     sampling=KEYED, samples_per_prompt=st.integers(1, 99), rollout_checkpointing=BLOCKS, rollout=ROLLOUTS,
 )  # fmt: skip
-UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@UNHURRIED
 @given(JOBS)
 def test_yaml_round_trip(made: JobConfig) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -616,7 +614,6 @@ def test_yaml_round_trip(made: JobConfig) -> None:
     assert jsonschema.Draft202012Validator(config.job_schema()).is_valid(msgspec.to_builtins(made, str_keys=True))
 
 
-@UNHURRIED
 @given(BLOCKS, ROLLOUTS)
 def test_flags_round_trip(block: CheckpointingConfig, rollout: RolloutConfig) -> None:
     made, arguments = job(rollout_checkpointing=block, rollout=rollout), []

@@ -26,7 +26,7 @@ from recovery.slots import SlotLog
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import PASS, CountingStore, FaultyStore, Hang, RaiseAfter, RaiseBefore
 from tests.fake_engine import MUST, Life, content_of, reference_answers
-from tests.fakes import ManualClock, SeededEntropy
+from tests.fakes import ManualClock, SeededEntropy, UntilItHangs
 
 FLEET_CALLS = [
     "acquire hold",
@@ -257,11 +257,11 @@ def test_each_store_call_staying_down(worlds: Callable[..., World], k: int) -> N
 @pytest.mark.parametrize("k", range(1, N_CALLS))  # the first call is the stager's; a fleet has its own deadline for it
 def test_c6_a_store_call_that_hangs_costs_one_attempt(worlds: Callable[..., World], k: int) -> None:
     """Hold released and fence lowered at the deadline; while it hangs the next attempts fail early, then one works."""
-    world = worlds(run=InOneThread())
     event, entered = threading.Event(), threading.Event()
+    world = worlds(run=UntilItHangs(lambda: entered.is_set() and not event.is_set()))
     plan = iter([PASS] * k + [Hang(event, entered)])
     world.store._ask = lambda verb, key: next(plan, PASS)
-    attempt = world.take(timeout_s=0.6)
+    attempt = world.take(timeout_s=60)
     assert entered.is_set() and world.is_free()
     if attempt.verdict is Verdict.PUBLISHED:
         assert attempt.step == "collect garbage" and isinstance(attempt.error, SnapshotAbandoned)
@@ -269,7 +269,7 @@ def test_c6_a_store_call_that_hangs_costs_one_attempt(worlds: Callable[..., Worl
         assert attempt.verdict is Verdict.ABANDONED and attempt.snapshot is None
         assert "did not finish" in str(attempt.error)
     world.life.decode(1)
-    second = world.take(timeout_s=0.05)
+    second = world.take(timeout_s=60)
     assert second.verdict is Verdict.ABANDONED and world.is_free()
     assert "still has not returned" in str(second.error)
     assert "acquire hold" not in world.fleet.calls and "raise fence" not in world.fleet.calls, "nobody is held up"
@@ -279,8 +279,8 @@ def test_c6_a_store_call_that_hangs_costs_one_attempt(worlds: Callable[..., Worl
 
 
 def test_a_publication_that_lands_after_its_deadline_is_a_snapshot_all_the_same(worlds: Callable[..., World]) -> None:
-    world = worlds(run=InOneThread())
     event, entered = threading.Event(), threading.Event()
+    world = worlds(run=UntilItHangs(lambda: entered.is_set() and not event.is_set()))
     hung: list[str] = []
 
     def ask(verb: str, key: str) -> Any:
@@ -291,7 +291,7 @@ def test_a_publication_that_lands_after_its_deadline_is_a_snapshot_all_the_same(
 
     world.store._ask = ask  # type: ignore[assignment]
     known = content_of(world.life.publication.ledger)
-    attempt = world.take(timeout_s=0.6)
+    attempt = world.take(timeout_s=60)
     assert attempt.verdict is Verdict.ABANDONED and len(known) == 0
     event.set()
     world.life.decode(3)
@@ -324,20 +324,20 @@ def test_s2_a_publication_of_unknown_outcome_costs_one_attempt(worlds: Callable[
 
 
 def test_no_time_left_is_said_before_the_store_is_asked(worlds: Callable[..., World]) -> None:
-    world = worlds(run=InOneThread(), timeout_s=5)
+    world = worlds(run=InOneThread(), timeout_s=60)
     counting = CountingStore(world.inner)
     prepare = world.fleet.prepare
 
     def slow(timeout_s: float) -> Any:
-        assert timeout_s == 5
-        world.clock.now += 6
+        assert timeout_s == 60
+        world.clock.now += 61
         return prepare(timeout_s)
 
     world.fleet.prepare = slow  # type: ignore[method-assign]
     world.store.inner = counting
     attempt = world.take()
     assert attempt.verdict is Verdict.ABANDONED and "within its deadline" in str(attempt.error)
-    assert attempt.seconds["prepare participants"] == 6
+    assert attempt.seconds["prepare participants"] == 61
     assert [call.key[:4] for call in counting.log] == ["seg/"], "only the cut's own flush"
     world.fleet.prepare = prepare  # type: ignore[method-assign]
     world.goes_on()
@@ -425,15 +425,15 @@ def test_records_that_do_not_fit_are_counted_by_reason(worlds: Callable[..., Wor
 
 def test_what_was_handed_over_to_a_failed_attempt_is_applied_by_the_next(worlds: Callable[..., World]) -> None:
     """Staged coordinates are given once; an attempt that dies between them and the ledger must not lose them."""
-    world = worlds(run=InOneThread())
     event, entered = threading.Event(), threading.Event()
+    world = worlds(run=UntilItHangs(lambda: entered.is_set() and not event.is_set()))
     calls = iter([PASS, Hang(event, entered)])  # the ledger object
     world.store._ask = lambda verb, key: next(calls, PASS)
-    assert world.take(timeout_s=0.6).verdict is Verdict.ABANDONED
+    assert world.take(timeout_s=60).verdict is Verdict.ABANDONED
     for _ in range(2):  # each hands over more while the earlier one still hangs
         world.life.decode(1)
         world.life.flush()
-        assert world.take(timeout_s=0.01).verdict is Verdict.ABANDONED
+        assert world.take(timeout_s=60).verdict is Verdict.ABANDONED
     event.set()
     world.goes_on()
     assert world.life.coordinator.rejected == {}
@@ -457,15 +457,15 @@ def test_garbage_that_cannot_be_collected_is_told_and_costs_nothing(worlds: Call
 
 def test_in_one_thread_gives_results_and_raises_errors() -> None:
     run = InOneThread()
-    assert run(lambda: 7, 10) == 7
+    assert run(lambda: 7, 60) == 7
     for error in (StoreUnavailable("x"), ZeroDivisionError(), KeyboardInterrupt()):
 
         def fails(error: BaseException = error) -> None:
             raise error
 
         with pytest.raises(type(error)):
-            run(fails, 10)
-    assert run(lambda: 8, 10) == 8
+            run(fails, 60)
+    assert run(lambda: 8, 60) == 8
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("late"), ZeroDivisionError("late")])
@@ -483,8 +483,8 @@ def test_a_late_error_is_the_abandoned_attempts_but_a_bug_is_told(error: Excepti
         run(lambda: None, 0.02)
     event.set()
     if isinstance(error, RecoveryError):
-        assert run(lambda: 9, 10) == 9
+        assert run(lambda: 9, 60) == 9
     else:
         with pytest.raises(ZeroDivisionError, match="late"):
-            run(lambda: 9, 10)
-        assert run(lambda: 9, 10) == 9
+            run(lambda: 9, 60)
+        assert run(lambda: 9, 60) == 9

@@ -16,7 +16,7 @@ from recovery.errors import FingerprintMismatch, RecoveryError, StoreFull
 from storage_backends import open_store
 from storage_backends.testing.faults import PASS, FaultyStore, RaiseBefore, Step, Verb
 from tests.conftest import OnLoop
-from tests.engine_runs import ask, greedy, until
+from tests.engine_runs import ask, greedy, standing, until
 from tests.job_files import lines, rows_of, write_job, write_lines
 from tests.job_here import job, run_here
 
@@ -196,10 +196,10 @@ def test_a_failed_session_ends_the_loop_at_once(
         async with job(engine, config) as (dispatch, session):
             work = asyncio.ensure_future(dispatch.run(await dispatch.matched(), asyncio.Event()))
             await until(lambda: session.counters.tokens_captured >= 20)
-            async with job(engine, config):
+            async with standing(engine), job(engine, config):
                 session.want_snapshot()
                 with pytest.raises(RecoveryError) as caught:
-                    await work
+                    await work  # the engine stands: a loop that waits for its calls' ends would wait for ever
             assert caught.value.exit_code == 11
             assert session.counters.tokens_captured < 4 * 900
 

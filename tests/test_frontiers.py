@@ -97,7 +97,7 @@ class FrontierMachine(RuleBasedStateMachine):
 
 
 TestFrontierMachine = FrontierMachine.TestCase
-TestFrontierMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestFrontierMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_a20_a_members_failure_is_told_to_the_holds_that_wait_for_it_and_releases_none() -> None:

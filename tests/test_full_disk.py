@@ -18,7 +18,7 @@ import pytest
 
 from prefix_recovery.waiting import notice
 from tests.conftest import OnLoop
-from tests.engine_runs import read_back, until
+from tests.engine_runs import read_back, standing, until
 from tests.job_files import lines, rows_of, write_job
 from tests.job_here import job
 
@@ -97,9 +97,12 @@ def test_f1_a_full_disk_under_the_store(
             work = asyncio.ensure_future(dispatch.run(await dispatch.matched(), asyncio.Event()))
             await until(lambda: session.counters.snapshots >= 1 and session.counters.tokens_captured > 60)
             disk.fill()
-            await until(lambda: {trouble.kind for trouble in session.troubles} == {"tokens", "snapshots"})
-            stands = session.counters.last_snapshot
             captured = session.counters.tokens_captured
+            await until(lambda: session.counters.tokens_captured > captured)
+            async with standing(engine):
+                await until(lambda: {trouble.kind for trouble in session.troubles} == {"tokens", "snapshots"})
+                stands = session.counters.last_snapshot
+                captured = session.counters.tokens_captured
             await until(lambda: session.counters.tokens_captured == total)
             await until(lambda: session.counters.snapshots_abandoned >= 2)
             assert captured < total and not work.done()

@@ -69,7 +69,7 @@ class HoldMachine(RuleBasedStateMachine):
 
 
 TestHoldMachine = HoldMachine.TestCase
-TestHoldMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestHoldMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))

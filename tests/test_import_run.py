@@ -19,7 +19,7 @@ from tests.job_here import run_here
 def test_a_job_goes_on_from_a_store_that_was_carried_as_one_file(
     engine: Any, on_loop: OnLoop[Any], tiny_model: Path, tmp_path: Path
 ) -> None:
-    rows = lines(6, least=80)
+    rows = lines(6, least=20, step=60)  # at 200 tokens, 33 a call, the first has ended and no other
     on_loop(run_here(engine, write_job(tmp_path / "whole", tiny_model, rows)))
     here = write_job(tmp_path / "here", tiny_model, rows)
     on_loop(run_here(engine, here, stop_at=(200, 1)))

@@ -37,7 +37,7 @@ def through_json(bits: list[int]) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 0xFFFFFFFF), max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_float32_comes_back_bit_for_bit(bits: list[int]) -> None:
     """L3. Of a NaN the payload is not kept: it is a NaN."""
     for before, after in zip(bits, through_json(bits), strict=True):

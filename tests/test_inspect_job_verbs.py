@@ -167,7 +167,7 @@ _FIELDS = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(_FIELDS, _FIELDS)
 def test_explain_decides_as_a_restore_does(stored: dict[str, Any], here: dict[str, Any]) -> None:
     store = MemoryStore()
@@ -280,7 +280,7 @@ def _lived(store: ObjectStore, steps: list[Any]) -> dict[int, dict[str, tuple[li
     return kept
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(_STEPS, st.data())
 def test_diff_says_what_happened(steps: list[Any], data: st.DataObject) -> None:
     from snapshot_inspect import diff

@@ -58,7 +58,7 @@ def test_times_between_two_snapshots_pass_evenly() -> None:
     assert times.at(_at(9, 3)) == 0.0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.floats(0, 500)), max_size=8),
     st.lists(st.integers(1, 60), min_size=1, max_size=12),
@@ -75,7 +75,7 @@ def test_times_never_run_backwards(points: list[Any], flushes: list[int], begin:
     assert all(times.at(_at(1, flush), before=True) <= times.at(_at(1, flush)) for flush in flushes)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), max_size=10), st.data())
 def test_every_token_is_in_one_run(chunks: list[Any], data: st.DataObject) -> None:
     """Counted token by token: below the last resume it survived, below a restart it was generated again."""

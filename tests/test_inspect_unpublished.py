@@ -54,7 +54,7 @@ def _slot(flushed: object) -> Slot:
     return Slot(seq=2, epoch=1, kind="snapshot", nonce="n", prev="p", owner="o", utc=0.0, body={"flushed": flushed})
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.dictionaries(st.sampled_from(["w0.00000001", "w0.00000002", "w1.00000001"]), st.integers(0, 6)), st.data())
 def test_what_is_told_is_what_lies_behind_the_snapshot(flushed: dict[str, int], data: st.DataObject) -> None:
     store, expected = MemoryStore(), set()

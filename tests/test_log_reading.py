@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery import log
@@ -132,7 +132,6 @@ class Unlisted(Wrapped):
             raise NotFoundOrRefused(f"{key}: not found or no permission") from None
 
 
-@settings(deadline=None)
 @given(n_slots=st.integers(1, 40), hint=st.none() | st.integers(0, 60))
 def test_s6_the_tail_is_found_by_reading_alone(n_slots: int, hint: int | None) -> None:
     """S6: for every length of the log and every hint, and a claim takes the next slot."""

@@ -238,7 +238,7 @@ class OwnershipMachine(RuleBasedStateMachine):
 
 
 TestOwnershipMachine = OwnershipMachine.TestCase
-TestOwnershipMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestOwnershipMachine.settings = settings(max_examples=120, stateful_step_count=40)
 
 
 # ---- every reachable state of small ones ------------------------------------------------------------------------

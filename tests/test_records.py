@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery.codec import chunk_digest, request_digest
@@ -25,7 +25,6 @@ def digest(record: Record) -> bytes:
             return bytes(16)
 
 
-@settings(deadline=None)
 @given(parts=st.lists(RECORDS, max_size=4))
 def test_columns_are_the_records_alone_and_joined(parts: list[list[Record]]) -> None:
     made = [Records.of(part) for part in parts]

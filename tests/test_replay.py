@@ -126,7 +126,7 @@ class ReplayMachine(RuleBasedStateMachine):
 
 
 TestReplayMachine = ReplayMachine.TestCase
-TestReplayMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+TestReplayMachine.settings = settings(max_examples=80, stateful_step_count=25)
 
 
 def worked() -> dict[str, Any]:

@@ -95,7 +95,7 @@ class RetentionMachine(RuleBasedStateMachine):
 
 
 TestRetentionMachine = RetentionMachine.TestCase
-TestRetentionMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRetentionMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -22,7 +22,7 @@ JSON = st.recursive(
 
 
 @given(values=st.lists(JSON, max_size=5), blank=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_file_and_a_list_give_the_same_rows_and_digests(values: list[Any], blank: bool) -> None:
     rows = [{"id": f"é{i}", "value": value} for i, value in enumerate(values)]
     with tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -209,27 +208,27 @@ def test_a_server_that_passes_over_ranges(store: S3Store, proxy: FaultProxy) -> 
 def test_a_server_that_never_answers_costs_one_timeout(
     proxy: FaultProxy, fresh_prefix: Callable[[], str], verb: str, error: type[RecoveryError]
 ) -> None:
-    timeouts: dict[str, Any] = {"read_timeout_s": 0.4, "connect_timeout_s": 0.4, "retry_for_s": 0.2}
+    timeouts: dict[str, Any] = {"read_timeout_s": 2, "connect_timeout_s": 2, "retry_for_s": 0.2}
     store = S3Store(BUCKET, fresh_prefix(), endpoint_url=proxy.url, **timeouts)
     hang = faults.Hang()
     proxy.plan = lambda seen: hang
-    began = time.monotonic()
     with pytest.raises(error, match=proxy.url):
         VERBS[verb](store)
-    assert time.monotonic() - began < 5
+    assert store.counters.requests == 1, "it is not tried again when the time for that is over"
     hang.event.set()
     proxy.plan = faults.pass_on
     assert store.put_new("b", b"1") is Put.CREATED, "the same store goes on when the server does"
 
 
 def test_a_slow_answer_has_time_by_its_length(proxy: FaultProxy, fresh_prefix: Callable[[], str]) -> None:
-    timeouts: dict[str, Any] = {"read_timeout_s": 0.4, "connect_timeout_s": 0.2, "retry_for_s": 0.1}
-    store = S3Store(BUCKET, fresh_prefix(), endpoint_url=proxy.url, **timeouts)
-    big = b"x" * (2 << 20)
-    store.put("big", big)
-    store.put("small", b"x" * 1000)
-    proxy.plan = lambda seen: faults.Trickle(pieces=10, pause_s=0.1)
-    assert store.get("big") == big, "longer than the timeouts, faster than the slowest that is borne"
+    prefix, big = fresh_prefix(), b"x" * (8 << 20)
+    writer = S3Store(BUCKET, prefix, endpoint_url=proxy.url)
+    writer.put("big", big)
+    writer.put("small", b"x" * 1000)
+    timeouts: dict[str, Any] = {"read_timeout_s": 1, "connect_timeout_s": 1, "retry_for_s": 0.1}
+    store = S3Store(BUCKET, prefix, endpoint_url=proxy.url, **timeouts)
+    proxy.plan = lambda seen: faults.Trickle(pieces=10, pause_s=0.3)
+    assert store.get("big") == big, "3 s are longer than the timeouts, and shorter than what 8 MiB have"
     with pytest.raises(StoreUnavailable, match=proxy.url):
         store.get("small")
 

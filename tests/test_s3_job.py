@@ -13,16 +13,15 @@ import pytest
 from prefix_recovery.waiting import notice
 from recovery.errors import CredentialsRefused, StoreUnavailable
 from snapshot_inspect import cli
-from storage_backends import open_store
 from storage_backends.s3 import S3Store
 from storage_backends.testing import s3_proxy as faults
 from storage_backends.testing.s3_proxy import FaultProxy
 from storage_backends.testing.servers import BUCKET, KEY, SECRET, Server
 from tests.conftest import OnLoop
-from tests.engine_runs import until
+from tests.engine_runs import standing, until
 from tests.job_files import assert_whole, lines, rows_of, write_job
 from tests.job_here import job, reference_rows
-from tests.job_processes import run, running, wait_until
+from tests.job_processes import run, running, stop_with_something_saved
 
 pytest_plugins = ["storage_backends.testing.s3_fixtures"]
 pytestmark = pytest.mark.usefixtures("s3_environment")
@@ -48,13 +47,11 @@ def test_w2_a_job_in_a_bucket_is_killed_and_continued(
     """W2, with `store: s3://…` on SeaweedFS: SIGKILL of the process group, then the same command: each row once."""
     rows = lines(8, least=400, step=20)
     total = sum(row["sampling"]["max_tokens"] for row in rows)
-    store = open_store(url, endpoint_url=seaweedfs.url)
-    assert store.list("seg/") == [], "and is connected from here on"
     block = {"store": url, "store_options": {"endpoint_url": seaweedfs.url}}
     config = write_job(tmp_path, tiny_model, rows, block=block)
     with running(config, "killed") as killed:
         killed.after(rng.randint(total // 8, total // 3))
-        wait_until(lambda: bool(store.list("seg/")), "a segment in the bucket")
+        stop_with_something_saved(killed, url, endpoint_url=seaweedfs.url)
         killed.kill_group()
     last = run(config, "last")
     assert last.wait() == 0, last.text
@@ -83,7 +80,10 @@ def test_s1_a_server_that_goes_away_and_comes_back(
             await until(lambda: session.counters.tokens_captured > 40)
             await asyncio.to_thread(proxy.close)
             captured = session.counters.tokens_captured
-            await until(lambda: {trouble.kind for trouble in session.troubles} == {"tokens", "snapshots"})
+            await until(lambda: session.counters.tokens_captured > captured)
+            async with standing(engine):
+                await until(lambda: {trouble.kind for trouble in session.troubles} == {"tokens", "snapshots"})
+                captured = session.counters.tokens_captured
             stands = session.counters.last_snapshot
             await until(lambda: session.counters.tokens_captured == total)
             assert captured < total and not work.done() and rows_of(tmp_path) == []
@@ -148,7 +148,10 @@ def test_s7_credentials_that_expire_during_a_job(
             await until(lambda: store.counters.renewals == 1)
             assert session.troubles == []
             gone.add("second")
-            await until(lambda: {trouble.kind for trouble in session.troubles} == {"tokens", "snapshots"})
+            captured = session.counters.tokens_captured
+            await until(lambda: session.counters.tokens_captured > captured)
+            async with standing(engine):
+                await until(lambda: {trouble.kind for trouble in session.troubles} == {"tokens", "snapshots"})
             await until(lambda: session.counters.tokens_captured == total)
             assert not work.done()
             for trouble in session.troubles:

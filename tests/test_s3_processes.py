@@ -29,7 +29,7 @@ from storage_backends.testing.servers import BUCKET, KEY, SECRET, Server
 pytest_plugins = ["storage_backends.testing.s3_fixtures"]
 pytestmark = pytest.mark.usefixtures("s3_environment")
 
-CHILD_S = 20
+CHILD_S = 120
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_connections_are_closed_with_the_store(proxy: FaultProxy, fresh_prefix: 
     assert open_connections() == 1
     del store
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while open_connections() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert open_connections() == 0
@@ -200,9 +200,8 @@ if pid == 0:
     store.put('b', b'1')
     sys.exit(0)
 assert os.waitpid(pid, 0)[1] == 0
-began = time.monotonic()
 store.put('c', b'1')
-assert time.monotonic() - began < 5, "the child's end broke the parent's connection"
+assert store.counters.requests == 2 and store.counters.lost == 0, "the child's end broke the parent's connection"
 """,
     "forked, unused in the child": """
 store.put('a', b'1')
@@ -231,7 +230,7 @@ store = S3Store('bucket', 'ends', endpoint_url=url)
         env=writers.environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -253,7 +252,7 @@ def test_processes_that_race_have_one_winner_per_key(
         process.stdin.flush()
     won = []
     for process in processes:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err
         won.append(json.loads(out))
     assert sorted(number for each in won for number in each) == list(range(20))

@@ -83,7 +83,7 @@ class SettlementMachine(RuleBasedStateMachine):
 
 
 TestSettlementMachine = SettlementMachine.TestCase
-TestSettlementMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestSettlementMachine.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 @pytest.mark.parametrize("said", [[0], [0, 0], [0, 1, 2], [9, 1]])

@@ -124,7 +124,7 @@ def test_it_escalates_after_so_many_requeues_for_age(requeues: int, escalated: b
     requeues=st.integers(0, 4),
     trained=st.sets(st.sampled_from([*AGES.values(), v(11), v(10), v(9)]), min_size=1),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_the_policy_nothing_beyond_the_limit_is_trained_on(
     limit: int, policy: Any, escalate_to: Any, requeues: int, trained: set[PolicyVersion | None]
 ) -> None:

@@ -90,11 +90,10 @@ class VersionsMachine(RuleBasedStateMachine):
 
 
 TestVersionsMachine = VersionsMachine.TestCase
-TestVersionsMachine.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestVersionsMachine.settings = settings(max_examples=60, stateful_step_count=20)
 
 
 @given(st.lists(st.sampled_from(Event), max_size=8))
-@settings(deadline=None)
 def test_a59_a63_an_event_that_the_table_does_not_have_changes_nothing(events: list[Event]) -> None:
     versions = PolicyVersions(V0)
     for event in events:

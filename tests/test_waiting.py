@@ -180,7 +180,7 @@ def test_a_run_says_what_waits_in_its_store_and_its_output(
     async def scenario() -> None:
         nonlocal said
         ticker = asyncio.create_task(job._tick(Progress(3, 0, lambda: 0), session, dispatch))  # type: ignore[arg-type]
-        for _ in range(5000):
+        for _ in range(100_000):
             said += capsys.readouterr().err
             if said.count("-> free space") == 2:
                 session.troubles, dispatch.trouble = [], None
