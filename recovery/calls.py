@@ -265,9 +265,16 @@ class CallTable:
         """Tokens of the call with the most unfrozen ones: what a crash now would cost one call."""
         return max((call.n_pending for call in self._changed), default=0)
 
-    def freeze(self) -> list[Captured]:
-        """The cut: everything captured since the last one, in order per call."""
+    def freeze(self, *, whole_calls: bool = False) -> list[Captured]:
+        """The cut: everything captured since the last one, in order per call.
+
+        `whole_calls`: only of calls that have ended; what the others have stays with them.
+        """
         changed, self._changed = self._changed, {}
+        if whole_calls:
+            live = [call for call in changed if call.ended is None and self._calls.get(call.call_id) is call]
+            self._changed = dict.fromkeys(live)
+            changed = dict.fromkeys(call for call in changed if call.ended is not None)
         taken: list[Captured] = []
         for call in changed:
             taken.extend(call._take())

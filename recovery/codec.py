@@ -201,3 +201,8 @@ def call_id(rollout: str, turn: int, digest: bytes) -> CallId:
     state = sha256(_CALL)
     state.update(_lp(rollout.encode()) + _u64(turn) + digest)
     return CallId(state.digest()[:16])
+
+
+def call_of(request: Request) -> CallId:
+    """The name of the call that a request is."""
+    return call_id(request.rollout, request.turn, request_digest(request))

@@ -1,12 +1,12 @@
 """The configuration of a job: its fields, their defaults, and which of them go together.
 
-Owns: every block and field, the table of what this version does not support, the ways to read and write them.
+Owns: every block and field, the ways to read and write them.
 Does not know: how text becomes a tree and a tree a block (config_forms.py), whether a store or model exists.
 
 Invariants:
 1. A JobConfig from `load_config` or `parse_config` can be run and restored: what cannot is refused, by name.
 2. Off by default: unless `enabled`, nothing of the block `rollout_checkpointing` is used, whatever the mode.
-3. No value is ignored: what this version cannot honour is a row of UNSUPPORTED, and nowhere else.
+3. No value is ignored: what a batch job cannot honour is a row of NOT_OF_A_BATCH_JOB, and nowhere else.
 4. A loaded path does not depend on the folder that the command is started in.
 """
 

@@ -1,6 +1,6 @@
 """Which values of a configuration cannot be run, or cannot be restored, together.
 
-Owns: the refusals that need more than one field, and the list of what the schema knows and this version does not do.
+Owns: the refusals that need more than one field, and the list of what a batch job does not do.
 Does not know: files, YAML, where a key stood (config.py adds it).
 
 Invariants:
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -36,12 +35,7 @@ class Unsupported(NamedTuple):
 
 _NO_UPDATES = "a batch job has no weight updates: leave it out (recovery.admission.FullyAsyncRollout takes it)"
 
-# What the schema knows and this version does not do. To support one, delete its line.
-UNSUPPORTED = (
-    Unsupported("rollout_checkpointing.gym.mode", "turn", "use mode: prefix_recovery, which keeps turns too"),
-)
-
-# What a batch job (`prefix-recovery run`) refuses beside them.
+# What a batch job (`prefix-recovery run`) refuses.
 NOT_OF_A_BATCH_JOB = (
     Unsupported("rollout.max_policy_version_lag", None, _NO_UPDATES),
     Unsupported("rollout.on_stale", None, _NO_UPDATES),
@@ -90,7 +84,8 @@ def check_combinations(config: JobConfig) -> None:
         raise FieldError("sampling.n", "is not how samples are counted", "use samples_per_prompt")
     _check_store(block, on)
     _check_places(config, block.store if on else None)
-    _check_supported(config, (*(UNSUPPORTED if on else ()), *NOT_OF_A_BATCH_JOB))
+    for row in NOT_OF_A_BATCH_JOB:
+        _check_one(config, row)
 
 
 def check_loop(config: LoopConfig) -> None:
@@ -99,7 +94,6 @@ def check_loop(config: LoopConfig) -> None:
     block = config.rollout_checkpointing
     on = block.enabled and block.gym.mode != "off"
     _check_store(block, on)
-    _check_supported(config, UNSUPPORTED if on else ())
 
 
 def _check_store(block: CheckpointingConfig, on: bool) -> None:
@@ -114,12 +108,7 @@ def _check_store(block: CheckpointingConfig, on: bool) -> None:
         raise FieldError(f"{_STORE}_options.{next(iter(options))}", problem, "only stores on s3:// have options")
 
 
-def _check_supported(config: JobConfig | LoopConfig, rows: Sequence[Unsupported]) -> None:
-    for row in rows:
-        _check_one(config, row)
-
-
-def _check_one(config: JobConfig | LoopConfig, row: Unsupported) -> None:
+def _check_one(config: JobConfig, row: Unsupported) -> None:
     value: Any = config
     block = getattr(config, row.path.partition(".")[0])
     default: Any = type(block)()

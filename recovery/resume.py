@@ -27,7 +27,7 @@ class StopRules:
 
     `eos_token_ids` are those of the model, the primary one first; `abilities` are keys of resume_table.ABILITIES;
     `blocked_by` names what about the engine makes every call begin again; `thinking_end` is the marker that the engine
-    forces when a thinking budget is used up.
+    forces when a thinking budget is used up. `whole_calls`: mode `turn`, in which a call is kept whole or not at all.
     """
 
     eos_token_ids: tuple[int, ...]
@@ -35,6 +35,7 @@ class StopRules:
     abilities: frozenset[str] = frozenset()
     blocked_by: str = ""
     thinking_end: tuple[int, ...] = ()
+    whole_calls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class Plans:
             return Finish("length", None)
         if left <= 0:  # the last token may have completed a stop string; who has the text, says how it ended
             return Resume(n_prefix=n_prefix, max_tokens=0, min_tokens=0)
+        if self._stop.whole_calls:
+            return Restart("mode turn: a call that has not ended begins again")
         if asked.blocked:
             return Restart(f"{asked.blocked}: {why(asked.blocked)}")
         if last_token_id in asked.inside_marker:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from recovery.codec import call_id, chunk_digest, request_digest
+from recovery.codec import call_of, chunk_digest, request_digest
 from recovery.errors import ConfigError, Damaged, DigestMismatch, FormatNotUnderstood
 from recovery.layout import segment_position, segment_stem
 from recovery.ledger import Ledger
@@ -132,7 +132,7 @@ def _of_call(record: Record, number: int) -> Any:
     first = many(1, 1)[0]
     assert isinstance(first, Opened)
     request = dataclasses.replace(first.request, rollout=f"r{number}")
-    name = call_id(request.rollout, request.turn, request_digest(request))
+    name = call_of(request)
     if isinstance(record, Opened):
         return dataclasses.replace(record, call_id=name, request=request)
     return dataclasses.replace(record, call_id=name)

@@ -40,7 +40,7 @@ from recovery.config import (
     load_config,
     parse_config,
 )
-from recovery.config_checks import NOT_OF_A_BATCH_JOB, UNSUPPORTED, Unsupported, check_combinations, check_rollout
+from recovery.config_checks import NOT_OF_A_BATCH_JOB, Unsupported, check_combinations, check_rollout
 from recovery.errors import ConfigError
 from storage_backends.s3_options import S3Options, check_options
 
@@ -440,10 +440,9 @@ def test_places_are_compared_through_links(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("row", (*UNSUPPORTED, *NOT_OF_A_BATCH_JOB), ids=lambda row: row.path)
+@pytest.mark.parametrize("row", NOT_OF_A_BATCH_JOB, ids=lambda row: row.path)
 def test_what_is_not_supported_is_refused_by_name(row: Unsupported) -> None:
     other = {
-        "mode": "turn",
         "max_policy_version_lag": 3,
         "on_stale": "reject",
         "stale_granularity": "sibling",
@@ -468,8 +467,8 @@ def test_a_loop_of_ones_own_takes_what_a_batch_job_refuses(tmp_path: Path) -> No
     assert config.parse_loop_config({"rollout": {"max_policy_version_lag": 0}}).rollout.max_policy_version_lag == 0
     (tmp_path / "empty.yaml").write_text("")
     assert config.load_loop_config(tmp_path / "empty.yaml") == config.LoopConfig()
-    said = refusal(config.load_loop_config, tmp_path / "loop.yaml", [f"{CKPT}.gym.mode=turn"])
-    assert "turn is not supported" in said.message
+    in_turns = config.load_loop_config(tmp_path / "loop.yaml", [f"{CKPT}.gym.mode=turn"])
+    assert in_turns.rollout_checkpointing.gym.mode == "turn"
     assert "unknown key" in refusal(config.parse_loop_config, {"model": "m"}).message
     assert "missing" in refusal(config.parse_loop_config, {CKPT: {"enabled": True}}).message
 
@@ -607,7 +606,6 @@ JOBS = st.builds(
 @given(JOBS)
 def test_yaml_round_trip(made: JobConfig) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config_checks, "UNSUPPORTED", ())
         patch.setattr(config_checks, "NOT_OF_A_BATCH_JOB", ())
         assert parse_config(yaml.safe_load(config.to_yaml(made))) == made
         assert parse_config(forms.read_yaml(config.to_yaml(made), "text")[0]) == made
@@ -626,7 +624,6 @@ def test_flags_round_trip(block: CheckpointingConfig, rollout: RolloutConfig) ->
     parser = argparse.ArgumentParser()
     config.add_arguments(parser)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config_checks, "UNSUPPORTED", ())
         patch.setattr(config_checks, "NOT_OF_A_BATCH_JOB", ())
         assert parse_config(NEEDED, config.overrides_from_args(parser.parse_args(arguments))) == made
 

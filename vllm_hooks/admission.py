@@ -39,7 +39,7 @@ class Admission:
 
     async def admit(self, request: Request, stop: StopRules) -> LiveCall:
         """The call for `request`. Raises InputError if it is running already."""
-        call_id = digests.call_id(request.rollout, request.turn, digests.request_digest(request))
+        call_id = digests.call_of(request)
         live = self._table.get(call_id)
         if live is not None:
             return self._again(live, stop)

@@ -24,7 +24,7 @@ from typing import Any
 
 from recovery import resume
 from recovery.calls import LiveCall
-from recovery.errors import CaptureDisagrees
+from recovery.errors import CaptureDisagrees, InputError
 from recovery.model import FINISH_REASONS, Request
 from recovery.resume_table import DRAWS, GENERATOR_DRAWS, POSITION_DRAWS, is_greedy
 from vllm_hooks import siblings, surface, top_logprobs
@@ -32,6 +32,7 @@ from vllm_hooks.adapters import Adapters
 from vllm_hooks.capturing import Capturing
 from vllm_hooks.marks import SCHEME
 from vllm_hooks.outputs import Assembly
+from vllm_hooks.position import Position
 from vllm_hooks.pull import Pulled, PullReader, can_pull
 
 
@@ -62,9 +63,13 @@ class RecoverableEngine:
         return getattr(self._engine, name)
 
     async def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, **arguments: Any
+        self, prompt: Any, sampling_params: Any, request_id: str, *, position: Position | None = None, **arguments: Any
     ) -> AsyncGenerator[Any, None]:
-        """As AsyncLLM.generate. Raises what the engine raises, and InputError for a request that is refused."""
+        """As AsyncLLM.generate. Raises what the engine raises, and InputError for a request that is refused.
+
+        `position`: where in a trajectory it stands (vllm_hooks.trajectory); `request_id` is then the engine's name of
+        it alone.
+        """
         session = self._session
         ids, engine_input, uncaptured = await surface.prompt_token_ids(
             self._engine, prompt, arguments.get("tokenization_kwargs")
@@ -76,7 +81,12 @@ class RecoverableEngine:
             return
         digest = session.source_digests.get(request_id, "")
         if sampling_params.n == 1:
-            stream = self._one(ids, engine_input, sampling_params, request_id, arguments, digest)
+            stream = self._one(ids, engine_input, sampling_params, request_id, arguments, digest, position)
+        elif position is not None:
+            raise InputError(
+                f"model call {request_id!r} asks for {sampling_params.n} samples",
+                hint="make as many calls of a trajectory as it needs samples, each with n: 1",
+            )
         else:
             stream = self._samples(ids, engine_input, sampling_params, request_id, arguments, digest)
         async with contextlib.aclosing(stream):
@@ -105,20 +115,31 @@ class RecoverableEngine:
             self._siblings.pop(request_id, None)
 
     async def _one(
-        self, ids: Any, engine_input: Any, params: Any, request_id: str, arguments: dict[str, Any], digest: str
+        self,
+        ids: Any,
+        engine_input: Any,
+        params: Any,
+        request_id: str,
+        arguments: dict[str, Any],
+        digest: str,
+        position: Position | None = None,
     ) -> AsyncGenerator[Any, None]:
         session = self._session
         adapter = await self._adapters.extra_of(arguments.get("lora_request"))
         request = self._request(request_id, ids, params, arguments, adapter, digest)
+        if position is not None:
+            request = position.request(request)
         session.unresumable.admit(request)
-        call = await session.admit(request, self._stop)
+        call = await session.admit(request, self._stop, placed=position is not None)
+        if position is not None:
+            position.call_id = call.call_id
         try:
             stream = self._captured(call, engine_input, params, request_id, arguments)
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     yield output
         finally:
-            session.left(call)
+            session.left(call, placed=position is not None)
 
     def _request(
         self,

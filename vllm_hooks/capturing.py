@@ -22,7 +22,7 @@ from recovery.calls import CallTable, Captured, LiveCall
 from recovery.config import CheckpointingConfig
 from recovery.errors import InputError, ProgramError, RecoveryError
 from recovery.ledger import EndedAt
-from recovery.model import Array, PolicyVersion, Request
+from recovery.model import Array, CallId, PolicyVersion, Request
 from recovery.ports import Entropy
 from recovery.resume import StopRules
 from recovery.staging import Staged
@@ -45,6 +45,7 @@ class SessionCounters:
     snapshots: int = 0
     snapshots_abandoned: int = 0
     last_snapshot: int | None = None
+    calls_diverged: int = 0
 
 
 class Capturing:
@@ -65,6 +66,7 @@ class Capturing:
         self._config = config
         self.keeps_results = keeps_results
         self.capturing = capturing
+        self.whole_calls = config.gym.mode == "turn"
         self.counters = SessionCounters()
         self.unresumable = Unresumable(config)
         self.source_digests: Mapping[str, str] = {}
@@ -78,7 +80,7 @@ class Capturing:
         self.table = CallTable()
         self.failure: RecoveryError | None = None
         self.dead_engine: BaseException | None = None
-        self._deliveries = Deliveries()
+        self._deliveries = Deliveries(keeps=keeps_results)
         self._n_captured = self._n_cut = 0
         self._polling = Polling(self.captured)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -106,8 +108,11 @@ class Capturing:
 
     # ---- what capture calls ------------------------------------------------------------------------------------
 
-    async def admit(self, request: Request, stop: StopRules) -> LiveCall:
-        """The live call for a request: new, carried on from a restore, or carried on after an interruption."""
+    async def admit(self, request: Request, stop: StopRules, *, placed: bool = False) -> LiveCall:
+        """The live call for a request: new, carried on from a restore, or carried on after an interruption.
+
+        `placed`: it is a call of a trajectory, and replaces what the store has at its place.
+        """
 
         def check() -> None:
             self.raise_if_failed()
@@ -118,7 +123,12 @@ class Capturing:
                 )
 
         await self.barriers.pass_gate(check)
+        if placed:
+            self._take_place(request)
         return await self._call_for(request, stop)
+
+    def _take_place(self, request: Request) -> None:
+        """Drop another call that stands at this request's place, and what followed from it."""
 
     async def _call_for(self, request: Request, stop: StopRules) -> LiveCall:
         raise NotImplementedError
@@ -134,14 +144,14 @@ class Capturing:
         self.counters.tokens_captured += len(token_ids)
         if self.on_tokens is not None:
             self.on_tokens(call, len(token_ids))
-        self.flushing.pending(call.n_pending)
+        if not self.whole_calls:
+            self.flushing.pending(call.n_pending)
 
     async def terminal(self, call: LiveCall, finish_reason: str, stop_reason: int | str | None) -> None:
         """Make a call terminal as soon as no fence is up."""
         await self.barriers.pass_fence()
         self.raise_if_failed()
-        if self.keeps_results:
-            self._deliveries.ending(call)
+        self._deliveries.ending(call)
         call.end(finish_reason, stop_reason)
         self._n_captured += 1
         self.flushing.ended()
@@ -158,12 +168,12 @@ class Capturing:
         """Read what is there for the last time; harmless for a call that is streamed."""
         self._polling.remove(call)
 
-    def left(self, call: LiveCall) -> None:
-        """The caller's stream is over: ended, aborted or failed."""
+    def left(self, call: LiveCall, *, placed: bool = False) -> None:
+        """The caller's stream is over: ended, aborted or failed. A call of a trajectory is waited for with `saved`."""
         call.in_use = False
         if self.on_left is not None:
             self.on_left(call)
-        if call.ended is not None and self.keeps_results:
+        if call.ended is not None and self.keeps_results and not placed:
             self._deliveries.ended(call)
 
     def cut(self) -> list[Captured]:
@@ -179,7 +189,7 @@ class Capturing:
     def freeze(self) -> list[Captured]:
         """Everything captured and not yet handed over, swapped out in one synchronous step."""
         self._polling.read_all()
-        return self.table.freeze()
+        return self.table.freeze(whole_calls=self.whole_calls)
 
     async def durable(self, rollout: str) -> LiveCall:
         """The ended call of that request id, once its terminal record is in the store. Once per call.
@@ -188,6 +198,16 @@ class Capturing:
         """
         self.raise_if_failed()
         return await self._deliveries.take(rollout)
+
+    async def saved(self, call_id: CallId) -> None:
+        """Wait until the end of a call is in the store. At once for one that came from there, or has not ended.
+
+        Raises what stopped the session.
+        """
+        self.raise_if_failed()
+        if self._deliveries.awaits(call_id):
+            self.flushing.want()  # where flushes are at cuts only, too
+            await self._deliveries.saved(call_id)
 
     def engine_died(self, error: BaseException) -> None:
         """The engine process is gone: no snapshot is taken from here on, what was captured is flushed."""

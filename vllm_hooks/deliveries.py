@@ -6,6 +6,7 @@ Does not know: the store, outputs. Runs on the event loop.
 Invariants:
 1. The future exists before the record can be stored, so no storing is missed.
 2. A call is given out once.
+3. Unless results are kept, what is stored is forgotten: there is nothing to wait for any more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from recovery.model import CallId
 class Deliveries:
     """Ended calls that nobody has fetched yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._stored: dict[CallId, asyncio.Future[None]] = {}
         self._calls: dict[str, LiveCall] = {}
 
@@ -35,7 +37,7 @@ class Deliveries:
 
     def stored(self, call_ids: Iterable[CallId]) -> None:
         for call_id in call_ids:
-            waiter = self._stored.get(call_id)
+            waiter = self._stored.get(call_id) if self._keeps else self._stored.pop(call_id, None)
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
@@ -45,6 +47,15 @@ class Deliveries:
             if not waiter.done():
                 waiter.set_exception(error)
                 waiter.exception()  # it may be nobody who waits
+
+    def awaits(self, call_id: CallId) -> bool:
+        """Whether the end of that call is on its way to the store."""
+        return call_id in self._stored
+
+    async def saved(self, call_id: CallId) -> None:
+        """Wait for that. For calls that `take` does not give out."""
+        await asyncio.shield(self._stored[call_id])
+        self._stored.pop(call_id, None)
 
     def has(self, rollout: str) -> bool:
         return rollout in self._calls

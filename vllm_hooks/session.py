@@ -16,18 +16,21 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from recovery import codec as digests
 from recovery.calls import LiveCall
 from recovery.compactor import Compactor
 from recovery.config import CheckpointingConfig, effective_mode
 from recovery.coordinator import Attempt, Coordinator, InOneThread
-from recovery.errors import Fenced
-from recovery.model import Request
+from recovery.errors import Fenced, InputError
+from recovery.lineage import lineage_of
+from recovery.model import CallId, Request
 from recovery.participants import Participants
 from recovery.protocol import Verdict
 from recovery.restore import anything
 from recovery.restored import Restored
 from recovery.resume import StopRules
 from recovery.staging import Stager
+from recovery.trajectories import Place, Placed, Trajectories
 from vllm_hooks.admission import Admission
 from vllm_hooks.capturing import Capturing
 from vllm_hooks.fleet import LoopFleet
@@ -51,6 +54,7 @@ class RecoverySession(Capturing):
         super().__init__(config, capturing=opened is not None, keeps_results=keeps_results)
         self.opened = opened
         self.stored = StoredCalls(opened)
+        self._trajectories: Trajectories | None = None
         self.on_attempt: Callable[[Attempt], None] | None = None
         self._recent = RecentAttempts()
         self._n_published = 0
@@ -180,6 +184,40 @@ class RecoverySession(Capturing):
         self.barriers.open_all()
         await asyncio.to_thread(lambda: self.stager.close(wait=not self.stager.busy))
         return last
+
+    def _take_place(self, request: Request) -> None:
+        """Raises InputError if another request is running at this place, or after it."""
+        assert self.opened is not None
+        if self._trajectories is None:
+            self._trajectories = Trajectories(self.stored.placed())
+        lineage = lineage_of(request.extra)
+        place = Place(request.turn, lineage.model_call)
+        one = Placed(request.rollout, place, digests.call_of(request), lineage.parent)
+        for call_id in self._trajectories.displaced_by(one):
+            live = self.table.get(call_id)
+            if live is not None and live.in_use:
+                raise InputError(
+                    f"another request of rollout {request.rollout!r} is running at turn {place.turn}, "
+                    f"model call {place.model_call}, or after it",
+                    hint="give concurrent model calls of one turn numbers of their own",
+                )
+        gone = self._trajectories.take(one)
+        self.stored.remember(one.call_id)
+        self.counters.calls_diverged += bool(gone)
+        for call_id in gone:
+            self.forget(call_id)
+
+    def forget(self, call_id: CallId) -> None:
+        """Nobody will ask for this call again: the next snapshot is without it."""
+        self.admission.forget(call_id)
+        self.stored.forget(call_id)
+
+    def rollout_ended(self, rollout: str) -> None:
+        """Nobody will ask for the model calls of a trajectory again: the next snapshot is without them."""
+        if self._trajectories is None and self.capturing:
+            self._trajectories = Trajectories(self.stored.placed())
+        for call_id in self._trajectories.leave(rollout) if self._trajectories is not None else ():
+            self.forget(call_id)
 
     async def _call_for(self, request: Request, stop: StopRules) -> LiveCall:
         self.stored.admitted()

@@ -16,6 +16,7 @@ from recovery.errors import ObjectMissing
 from recovery.ledger import Entry, Ledger
 from recovery.model import CallId, Restore
 from recovery.reading import read_transcripts
+from recovery.trajectories import Place, Placed
 from recovery.transcripts import Transcript
 from vllm_hooks.opening import Opened
 
@@ -48,6 +49,17 @@ class StoredCalls:
         with self._opened.publication.lock:
             self._ledger.drop(call_id)
 
+    def placed(self) -> list[Placed]:
+        """Every call that the ledger has, at its place in its rollout."""
+        if self._opened is None:
+            return []
+        with self._opened.publication.lock:
+            return [
+                Placed(who.rollout, Place(who.turn, who.model_call), entry.call_id, who.parent)
+                for entry in self._ledger
+                for who in (entry.identity,)
+            ]
+
     @property
     def epoch(self) -> int:
         """The epoch that this process claimed; 0 without a store."""
@@ -56,6 +68,11 @@ class StoredCalls:
     def forget(self, call_id: CallId) -> None:
         """Drop the call when `sweep` finds it; on the loop."""
         self._forgotten.add(call_id)
+
+    def remember(self, call_id: CallId) -> None:
+        """Somebody asked for it after all; on the loop, under no hold."""
+        self._forgotten.discard(call_id)
+        self._due.discard(call_id)
 
     def due(self) -> None:
         """What was forgotten up to this step goes with the next `sweep`; on the loop."""

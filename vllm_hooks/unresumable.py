@@ -26,6 +26,7 @@ class Unresumable:
     def __init__(self, config: CheckpointingConfig) -> None:
         self._policy = config.unresumable
         self._draws = config.draws
+        self._whole_calls = config.gym.mode == "turn"
         self.uncaptured: dict[str, int] = {}
         self.restart_only: dict[str, int] = {}
 
@@ -33,7 +34,8 @@ class Unresumable:
         """What may be resumed on an engine with these rules, as configured."""
         unused = resume_table.GENERATOR_DRAWS if self._draws == "position" else resume_table.POSITION_DRAWS
         added = {resume_table.REDRAW} if self._policy == "redraw" else set()
-        return dataclasses.replace(stop, abilities=stop.abilities - {unused} | added)
+        abilities = stop.abilities - {unused} | added
+        return dataclasses.replace(stop, abilities=abilities, whole_calls=self._whole_calls)
 
     def pass_through(self, request_id: str, kind: str) -> None:
         """A request of which nothing can be stored in this version. Raises InputError if it is refused."""

@@ -1,0 +1,1 @@
+"""Two agents whose rollouts outlive their process: docs/agents.md."""
