@@ -1,6 +1,7 @@
 """An agent of one turn: a question, an answer, a reward. It keeps no state, so it joins nothing.
 
 Owns: nothing that a crash could take. The answer comes from the store if it had ended, and goes on if it had begun.
+Does not know: tools, turns, how a call is found again (vllm_hooks.trajectory).
 """
 
 from __future__ import annotations
