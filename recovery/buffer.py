@@ -115,12 +115,13 @@ class TokenBuffer:
         if n == 0:
             return
         run = self._runs[-1] if self._runs else None
+        # Identity first: versions are compared for every token, and are the same object as long as they are the same.
         if (
             run is None
-            or run.version != version
+            or (run.version is not version and run.version != version)
             or (run.logprobs is None) != (logprobs is None)
-            or len(run.token_ids) + n > tokens_max(wide)
-            or tuple(run.columns) != wide
+            or len(run.token_ids) + n > (tokens_max(wide) if wide else MAX_TOKENS_PER_CHUNK)
+            or ((run.columns or wide) and tuple(run.columns) != wide)
         ):
             run = Run(self._call_id, self._attempt, self._end, version, [], None if logprobs is None else [])
             run.columns = {column: bytearray() for column in wide}

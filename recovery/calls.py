@@ -52,6 +52,7 @@ class LiveCall:
         "_ended",
         "_kept",
         "_opened",
+        "_spans",
         "_table",
         "attempt",
         "call_id",
@@ -61,7 +62,6 @@ class LiveCall:
         "settled",
         "transcript_ids",
         "transcript_logprobs",
-        "version_spans",
     )
 
     def __init__(self, table: CallTable, request: Request, call_id: CallId, attempt: int) -> None:
@@ -71,8 +71,8 @@ class LiveCall:
         self.attempt = attempt
         self.transcript_ids = array("i")
         self.transcript_logprobs = array("f")
-        self.version_spans: list[tuple[int, int, PolicyVersion]] = []
-        """(start, end, version), contiguous over the transcript; a version is never changed afterwards."""
+        self._spans: list[tuple[int, PolicyVersion]] = []
+        """Where each version begins; the last goes on."""
         self._buffer = TokenBuffer(call_id, attempt)
         self._kept = KeptColumns()
         self._opened: Opened | None = None
@@ -90,6 +90,12 @@ class LiveCall:
     @property
     def n_pending(self) -> int:
         return self._buffer.n_pending
+
+    @property
+    def version_spans(self) -> list[tuple[int, int, PolicyVersion]]:
+        """(start, end, version), contiguous over the transcript; a version is never changed afterwards."""
+        ends = [*(start for start, _ in self._spans[1:]), len(self.transcript_ids)]
+        return [(start, end, version) for (start, version), end in zip(self._spans, ends, strict=True)]
 
     @property
     def columns(self) -> Mapping[str, tuple[ColumnRun, ...]]:
@@ -113,21 +119,19 @@ class LiveCall:
         """
         if self.ended is not None:
             raise ValueError(f"call {self.request.rollout!r} has ended and takes no more tokens")
-        ids = array("i", token_ids)
-        lps = array("f", [float("nan")] * len(ids) if logprobs is None else logprobs)
-        start = self._buffer.end
-        self._buffer.append(token_ids, logprobs, version, columns)
-        self._note_version(start, version)
-        self.transcript_ids.extend(ids)
-        self.transcript_logprobs.extend(lps)
+        ids, lps = self.transcript_ids, self.transcript_logprobs
+        start = len(ids)
+        try:
+            ids.extend(token_ids)
+            lps.extend([math.nan] * (len(ids) - start) if logprobs is None else logprobs)
+            self._buffer.append(token_ids, logprobs, version, columns)
+        except BaseException:
+            del ids[start:], lps[start:]
+            raise
+        before = self._spans[-1][1] if self._spans else None
+        if before is not version and before != version and len(ids) > start:
+            self._spans.append((start, version))
         self._table.changed(self)
-
-    def _note_version(self, start: int, version: PolicyVersion) -> None:
-        end = self._buffer.end
-        if self.version_spans and self.version_spans[-1][2] == version:
-            self.version_spans[-1] = (self.version_spans[-1][0], end, version)
-        elif end > start:
-            self.version_spans.append((start, end, version))
 
     def end(self, finish_reason: str, stop_reason: int | str | None) -> Ended:
         """Make the call terminal. Raises ValueError for a reason that does not end a call."""
@@ -226,7 +230,7 @@ class CallTable:
         call._buffer = TokenBuffer(call_id, attempt, len(token_ids))
         call.transcript_ids.extend(token_ids)
         call.transcript_logprobs.extend(logprobs)
-        call.version_spans.extend(version_spans)
+        call._spans.extend((start, version) for start, _, version in version_spans)
         call._kept = KeptColumns(columns)
         return call
 

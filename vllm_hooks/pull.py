@@ -60,15 +60,15 @@ class PullReader:
 
     def read(self, request_id: str, start: int, n_top: int | None = None) -> Taken:
         """A running request from token `start` on; nothing if it is not running."""
-        assert self._processor is not None
-        internal = self._processor.external_req_ids.get(request_id, ())
+        processor: Any = self._processor
+        internal = processor.external_req_ids.get(request_id, ())
         if len(internal) != 1:
             return _NOTHING
-        state = self._processor.request_states.get(internal[0])
+        state = processor.request_states.get(internal[0])
         if state is None or state.detokenizer is None or state.logprobs_processor is None:
             return _NOTHING
         ids = state.detokenizer.output_token_ids[start:]
-        return _taken(ids, state.logprobs_processor.logprobs, start, n_top)
+        return _taken(ids, state.logprobs_processor.logprobs, start, n_top) if ids else _NOTHING
 
 
 def _taken(token_ids: Sequence[int], logprobs: Any, start: int, n_top: int | None) -> Taken:

@@ -17,7 +17,7 @@ from typing import Protocol
 from rich.console import Console
 
 from bench import __doc__ as about
-from bench import everything, exact, latest, scale, store
+from bench import capture, cut, everything, exact, latest, scale, store
 from bench.plot import plot
 from bench.report import Report
 
@@ -35,7 +35,14 @@ class Verb(Protocol):
     def run(self) -> Callable[[Report, tuple[str, ...], Path | None], None]: ...
 
 
-VERBS: dict[str, Verb] = {"store": store, "exact": exact, "latest": latest, "scale": scale}
+VERBS: dict[str, Verb] = {
+    "store": store,
+    "exact": exact,
+    "latest": latest,
+    "scale": scale,
+    "cut": cut,
+    "capture": capture,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

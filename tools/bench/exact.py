@@ -1,7 +1,7 @@
 """`bench exact`: what the settings cost that make an engine bit-exact, and what the plug-in costs who does not use it.
 
 Owns: which engines are compared, each in a process of its own, round by round.
-Does not know: how a round is run (exact_engine.py), how figures are shown (report.py).
+Does not know: how a round is run (engine_process.py), how figures are shown (report.py).
 
 Invariants:
 1. A ratio is of two engines that did the same work one right after the other; the order is drawn anew each round.
@@ -10,19 +10,14 @@ Invariants:
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from bench import engines
 from bench.measuring import Spread, ratios
 from bench.report import Report
 
@@ -76,7 +71,6 @@ ROUNDS = 15
 def run(report: Report, parts: tuple[str, ...], folder: Path | None) -> None:
     """All comparisons, one after the other; each has two engines alive."""
     from prefix_recovery.engine import is_cpu_build
-    from prefix_recovery.tiny import make_tiny_llama
 
     here = COMPARISONS if is_cpu_build() else ON_A_GPU
     todo = [comparison for key, comparison in here.items() if key in parts]
@@ -84,8 +78,7 @@ def run(report: Report, parts: tuple[str, ...], folder: Path | None) -> None:
     rounds, calls, tokens = (2, 4, 16) if report.quick else (report.rounds or ROUNDS, 16, 128)
     report.title(f"seconds for {calls} calls of {tokens} tokens at a time, {rounds} paired rounds, tiny model")
     rows = []
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        model = str(make_tiny_llama(Path(name) / "tiny"))
+    with engines.tiny_model(folder) as model:
         for comparison in todo[:1] if report.quick else todo:
             found, same = _compare(comparison, model, rounds, {"calls": calls, "tokens": tokens}, rng)
             report.figure("exact", comparison.name, {**found.as_json(), "same_tokens": same})
@@ -108,48 +101,20 @@ def _compare(
 ) -> tuple[Spread, bool]:
     with ExitStack() as stack:
         sides = [comparison.over, comparison.under]
-        engines = [stack.enter_context(_engine(side, model)) for side in sides]
+        processes = [
+            stack.enter_context(
+                engines.started(model, plug_in=side.plug_in, environment=side.environment, dtype=side.dtype)
+            )
+            for side in sides
+        ]
         seconds: list[list[float]] = [[], []]
         sums: list[set[float]] = [set(), set()]
         for number in range(rounds + 1):  # the first one is not counted
             for at in rng.permutation(2).tolist():
-                answer = _ask(engines[at], {**work, "sampled": sides[at].sampled, "drawn": sides[at].drawn})
+                answer = engines.ask(
+                    processes[at], do="decode", sampled=sides[at].sampled, drawn=sides[at].drawn, **work
+                )
                 sums[at].add(answer["sum"])
                 if number:
                     seconds[at].append(answer["seconds"])
         return ratios(*seconds), sums[0] == sums[1]
-
-
-@contextmanager
-def _engine(side: Side, model: str) -> Iterator[subprocess.Popen[str]]:
-    arguments = {"dtype": side.dtype, "max_model_len": 512, "kv_cache_memory_bytes": 128 << 20, "seed": 0}
-    said = {"model": model, "arguments": arguments, "plug_in": side.plug_in}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bench.exact_engine", json.dumps(said)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **side.environment},
-    )
-    try:
-        _answer(process)
-        yield process
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
-
-
-def _ask(process: subprocess.Popen[str], work: Mapping[str, Any]) -> dict[str, Any]:
-    assert process.stdin is not None
-    print(json.dumps(work), file=process.stdin, flush=True)
-    return _answer(process)
-
-
-def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"the engine ended with code {process.wait()}; what it said is above")
-    found: dict[str, Any] = json.loads(line)
-    return found

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,14 +45,23 @@ class Spread:
 Times = dict[str, list[float]]
 
 
-def paired(ways: Mapping[str, Callable[[], Any]], rounds: int, rng: np.random.Generator) -> tuple[Times, Times]:
-    """Wall and processor seconds of each way, by round. One round more is run before, and not counted."""
+def paired(
+    ways: Mapping[str, Callable[..., Any]],
+    rounds: int,
+    rng: np.random.Generator,
+    prepare: Callable[[], Any] | None = None,
+) -> tuple[Times, Times]:
+    """Wall and processor seconds of each way, by round. One round more is run before, and not counted.
+
+    `prepare`: makes, before the time begins, what every way is given.
+    """
     wall: Times = {name: [] for name in ways}
     processor: Times = {name: [] for name in ways}
     names = list(ways)
     for number in range(rounds + 1):
         for at in rng.permutation(len(names)).tolist():
-            seconds, busy = timed(ways[names[at]])
+            way = ways[names[at]]
+            seconds, busy = timed(way if prepare is None else partial(way, prepare()))
             if number:
                 wall[names[at]].append(seconds)
                 processor[names[at]].append(busy)
