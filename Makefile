@@ -21,7 +21,7 @@ SOURCES := recovery storage_backends vllm_hooks tools tests examples requirement
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check docs format browser soak bench bench-store bench-exact bench-scale clean
+.PHONY: help setup demo test check docs format browser soak bench bench-store bench-exact bench-scale bench-cut bench-capture clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -62,6 +62,12 @@ bench: $(VENV)/ready  ## measure everything, one after the other (figures, pictu
 
 bench-scale: $(VENV)/ready  ## measure the coordinator at a million calls and over a day of failures, simulated (ARGS=--quick: seconds)
 	$(BIN)/python -m bench scale $(ARGS)
+
+bench-cut: $(VENV)/ready  ## measure how long a cut stalls the engine's loop, beside pausing and copying (ARGS=--quick: seconds)
+	$(BIN)/python -m bench cut $(ARGS)
+
+bench-capture: $(VENV)/ready  ## measure what capture costs, by token and by throughput (ARGS=--quick: seconds)
+	$(BIN)/python -m bench capture $(ARGS)
 
 bench-exact: $(VENV)/ready  ## measure what exactness costs: the plug-in, draws by position, attention in one piece (ARGS=--quick: seconds)
 	$(BIN)/python -m bench exact $(ARGS)

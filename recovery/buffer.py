@@ -73,6 +73,10 @@ class Run:
         )
 
 
+_NONE: Sequence[Run] = ()
+"""One for all: a cut makes no object for each call, so that it does not call for a collection of garbage."""
+
+
 class TokenBuffer:
     """Unfrozen tokens of one attempt of one call, from position `start` on."""
 
@@ -83,7 +87,7 @@ class TokenBuffer:
         self._attempt = attempt
         self._end = start
         self._n_pending = 0
-        self._runs: list[Run] = []
+        self._runs: Sequence[Run] = _NONE
 
     @property
     def end(self) -> int:
@@ -125,7 +129,7 @@ class TokenBuffer:
         ):
             run = Run(self._call_id, self._attempt, self._end, version, [], None if logprobs is None else [])
             run.columns = {column: bytearray() for column in wide}
-            self._runs.append(run)
+            self._runs = [*self._runs, run]
         run.token_ids.extend(token_ids)
         if logprobs is not None and run.logprobs is not None:
             run.logprobs.extend(logprobs)
@@ -140,9 +144,9 @@ class TokenBuffer:
         """What the next freeze would take; not to be changed."""
         return self._runs
 
-    def freeze(self) -> list[Run]:
+    def freeze(self) -> Sequence[Run]:
         """Everything appended since the last freeze; the buffer is empty afterwards."""
-        frozen, self._runs = self._runs, []
+        frozen, self._runs = self._runs, _NONE
         self._n_pending = 0
         return frozen
 

@@ -94,7 +94,7 @@ class LiveCall:
     @property
     def version_spans(self) -> list[tuple[int, int, PolicyVersion]]:
         """(start, end, version), contiguous over the transcript; a version is never changed afterwards."""
-        ends = [*(start for start, _ in self._spans[1:]), len(self.transcript_ids)]
+        ends = [start for start, _ in self._spans[1:]] + [len(self.transcript_ids)] * bool(self._spans)
         return [(start, end, version) for (start, version), end in zip(self._spans, ends, strict=True)]
 
     @property
@@ -162,7 +162,8 @@ class LiveCall:
         first = stored.n_tokens if stored is not None and stored.attempt == self.attempt else 0
         if stored is None or stored.attempt < self.attempt:
             self._opened = Opened(call_id=self.call_id, attempt=self.attempt, request=self.request)
-        self._kept.keep(self._buffer.freeze())
+        for run in self._buffer.freeze():
+            self._kept.keep(run)
         self._buffer = TokenBuffer(self.call_id, self.attempt, first)
         for start, end, version in self.version_spans:
             for at, stop, with_logprobs in self._alike(max(start, first), end):
@@ -180,18 +181,17 @@ class LiveCall:
             for at in range(positions[0], positions[-1] + 1, MAX_TOKENS_PER_CHUNK):
                 yield at, min(at + MAX_TOKENS_PER_CHUNK, positions[-1] + 1), not absent
 
-    def _take(self) -> list[Captured]:
-        taken: list[Captured] = []
+    def _move_to(self, taken: list[Captured]) -> None:
         if self._opened is not None:
             taken.append(self._opened)
             self._opened = None
-        frozen = self._buffer.freeze()
-        self._kept.keep(frozen)
-        taken.extend(frozen)
+        for run in self._buffer.freeze():
+            taken.append(run)
+            if run.columns:
+                self._kept.keep(run)
         if self._ended is not None:
             taken.append(self._ended)
             self._ended = None
-        return taken
 
 
 class CallTable:
@@ -281,5 +281,5 @@ class CallTable:
             changed = dict.fromkeys(call for call in changed if call.ended is not None)
         taken: list[Captured] = []
         for call in changed:
-            taken.extend(call._take())
+            call._move_to(taken)
         return taken

@@ -52,13 +52,12 @@ class KeptColumns:
             if columns:
                 self._pieces.append(Piece(start, stop, columns))
 
-    def keep(self, frozen: Iterable[Run]) -> None:
-        """Runs that were frozen, in order."""
-        for run in frozen:
-            kept = self._pieces[-1].stop if self._pieces else 0
-            if run.columns and run.stop > kept:
-                piece = Piece(run.start, run.stop, run.arrays())
-                self._pieces.append(piece.part(max(kept, run.start), run.stop))
+    def keep(self, frozen: Run) -> None:
+        """A run that was frozen; they come in order."""
+        kept = self._pieces[-1].stop if self._pieces else 0
+        if frozen.columns and frozen.stop > kept:
+            piece = Piece(frozen.start, frozen.stop, frozen.arrays())
+            self._pieces.append(piece.part(max(kept, frozen.start), frozen.stop))
 
     def between(self, start: int, stop: int) -> Iterator[Piece]:
         """[start, stop) in pieces that can each be appended to a buffer; some have no columns."""

@@ -67,14 +67,16 @@ class PullReader:
         state = processor.request_states.get(internal[0])
         if state is None or state.detokenizer is None or state.logprobs_processor is None:
             return _NOTHING
-        ids = state.detokenizer.output_token_ids[start:]
-        return _taken(ids, state.logprobs_processor.logprobs, start, n_top) if ids else _NOTHING
+        ids = state.detokenizer.output_token_ids
+        if len(ids) == start:
+            return _NOTHING
+        return _taken(ids[start:], state.logprobs_processor.logprobs, start, n_top)
 
 
 def _taken(token_ids: Sequence[int], logprobs: Any, start: int, n_top: int | None) -> Taken:
     values = surface.sampled_logprobs_from(logprobs, token_ids, start)
     if n_top is None or not token_ids:
-        return Taken(list(token_ids), values)
+        return Taken(token_ids if type(token_ids) is list else list(token_ids), values)
     positions = top_logprobs.positions_of(logprobs, start, start + len(token_ids), n_top)
     return Taken(list(token_ids), values, top_logprobs.columns_of(positions, n_top))
 

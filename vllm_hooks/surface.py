@@ -275,8 +275,10 @@ def sampled_logprobs_from(logprobs: Any, token_ids: Sequence[int], start: int) -
         return []
     end = start + len(token_ids)
     if hasattr(logprobs, "start_indices"):
-        values = logprobs.logprobs
-        return [float(values[at]) for at in logprobs.start_indices[start:end]]
+        values, at = logprobs.logprobs, logprobs.start_indices[start:end]
+        if at and at[-1] - at[0] == end - start - 1:  # one for each token
+            return list(map(float, values[at[0] : at[-1] + 1]))
+        return [float(values[one]) for one in at]
     return sampled_logprobs(token_ids, logprobs[start:end]) or []
 
 

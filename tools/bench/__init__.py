@@ -7,6 +7,8 @@ docs/benchmarks.md.
     report      tables, the JSON document, the bounds
     plot        scaling laws as pictures
     everything  all verbs, one after the other
+    engines     engines in processes of their own, and engine_process, what runs there
+    cut, capture_*, exact   the figures of those verbs
     store_*     the figures of `bench store`, one module each
     scale_*     those of `bench scale`; simulated are its workers, prices what a bucket asks
 """

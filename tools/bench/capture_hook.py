@@ -147,13 +147,11 @@ def _lists(source: Source) -> Callable[[Made], None]:
 
 
 class _State:
-    """What the engine's front end keeps of a request, as far as it is read."""
+    """What the engine's front end keeps of a request, as far as it is read (its logprobs: vLLM's flat container)."""
 
     def __init__(self) -> None:
-        from vllm.logprobs import FlatLogprobs
-
         self.detokenizer = SimpleNamespace(output_token_ids=[])
-        self.logprobs_processor = SimpleNamespace(logprobs=FlatLogprobs())
+        self.logprobs_processor = SimpleNamespace(logprobs=SimpleNamespace(start_indices=[], logprobs=[]))
 
     def grow(self, ids: list[int], logprobs: list[float]) -> None:
         flat = self.logprobs_processor.logprobs
