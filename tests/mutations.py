@@ -95,6 +95,14 @@ MUTATIONS = [
     ("rollout.py", "        self._prefixes.forget(self._source.spent(self._prefixes.known()))\n", "", "rollout"),
     ("patience.py", "return len(untrained) >= batches", "return False and batches", "ownership"),
     ("patience.py", "< far.updates + self.updates_due + 1", "< far.updates", "ownership"),
+    ("updates.py", "if task is asyncio.current_task():", "if False:", "rollout"),
+    ("updates.py", "if not inspect.isawaitable(work):", "if False:", "rollout"),
+    ("updates.py", "        del self._inside[one]\n", "", "rollout"),
+    ("generation.py", "not callable(found) or", "", "rollout"),
+    ("rollout.py", "if self._prefixes.saved and not", "if False and not", "rollout"),
+    ("changes.py", "if self._due.passed:", "if False:", "rollout"),
+    ("changes.py", "if what != self._what:", "if self._what is None:", "rollout"),
+    ("view.py", "if waiting.holds:", "if False:", "rollout"),
 ]
 
 

@@ -138,6 +138,8 @@ class JobLife:
 
     # ---- the engine and its prefixes ---------------------------------------------------------------------------
 
+    saved = True
+
     def of(self, request_id: str) -> Prefix | None:
         back = self.back.get(request_id)
         if back is None or isinstance(back.plan, resume.Restart) or not len(back.transcript.token_ids):

@@ -9,12 +9,14 @@ import asyncio
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
 
 from recovery.admission import FullyAsyncRollout
+from recovery.admission.changes import TOLD_AFTER_S
 from recovery.admission.holds import AdmissionClosed, HoldKind, Lifecycle, NotHeld
 from recovery.admission.leases import Lease
 from recovery.admission.limits import CancelledTooOften, CannotClose, Exhausted, Waiting
@@ -23,7 +25,7 @@ from recovery.admission.replay import ReplaySource
 from recovery.admission.rollout import TerminalPending
 from recovery.admission.rows import IterableRows
 from recovery.admission.samples import MalformedSample, Sample
-from recovery.admission.updates import DeadlinePassed, EnginesTorn
+from recovery.admission.updates import DeadlinePassed, EnginesTorn, WaitsForItself
 from recovery.config import RolloutConfig
 from recovery.errors import ConfigError
 from recovery.model import PolicyVersion
@@ -550,6 +552,8 @@ def three_updates(one: FullyAsyncRollout) -> None:
 class Saved:
     """Prefixes by request id, and what was forgotten."""
 
+    saved = False
+
     def __init__(self, **found: Prefix) -> None:
         self.found = {name.replace("_", "/"): prefix for name, prefix in found.items()}
         self.forgotten: list[str] = []
@@ -638,3 +642,105 @@ async def test_a_prefix_is_given_up_where_the_policy_rejects() -> None:
     one = rollout(2, prefixes=saved, max_policy_version_lag=2, on_stale="reject")
     one.start()
     assert groups(await batch_of(one)) == [1] and saved.forgotten == ["p0/0"]
+
+
+# ---- mistakes that are told at once -------------------------------------------------------------------------------
+
+
+@on_virtual_time
+async def test_a28_who_waits_is_told_whose_hold_it_is_and_that_nothing_was_started() -> None:
+    one = rollout(8)
+    got = await one.next_batch(timeout_s=1.0)
+    assert got == Waiting("nothing is generated: start() was not called")
+    one.start()
+    hold = one.acquire(DRAIN, "evaluation", "every 100 steps")
+    one._clock.utc_now += 90  # type: ignore[attr-defined]
+    got = await one.next_batch(timeout_s=1.0)
+    assert got == Waiting("held by evaluation (every 100 steps) for 90 s", (hold,))
+    waiter = asyncio.ensure_future(one.next_batch())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        await asyncio.sleep(TOLD_AFTER_S - 1)
+        assert told == []
+        await asyncio.sleep(10 * TOLD_AFTER_S)
+    (warning,) = told
+    assert str(warning.message) == "next_batch has waited for 60 s: held by evaluation (every 100 steps) for 90 s"
+    one.release(hold)
+    lease = await waiter
+    assert isinstance(lease, Lease)
+    one.commit(lease)
+    await one.close()
+
+
+@on_virtual_time
+async def test_a27_a_task_that_would_wait_for_its_own_end_is_refused() -> None:
+    one = rollout(8)
+    one.start()
+
+    async def push(target: PolicyVersion) -> None: ...
+
+    async def pushes_and_evaluates(target: PolicyVersion) -> None:
+        async with one.updates.evaluation():
+            raise AssertionError("it was let in")
+
+    async with one.updates.evaluation("judge"):
+        with pytest.raises(WaitsForItself, match="waits for a weight update inside the evaluation of judge"):
+            await one.updates.update(push)
+        async with one.updates.evaluation("another"):  # nobody waits for that
+            other = asyncio.ensure_future(one.updates.update(push))
+            await asyncio.sleep(1)
+            assert not other.done(), "another task waits"
+    assert (await other).number == 1
+    with pytest.raises(WaitsForItself, match="evaluation inside the weight update of weight_update"):
+        await one.updates.update(pushes_and_evaluates)
+    assert (await one.updates.update(push)).number == 2
+    await one.close()
+
+
+@on_virtual_time
+async def test_a_push_or_a_hook_that_cannot_be_awaited_is_named() -> None:
+    one = rollout(8)
+    one.start()
+    pushed: list[int] = []
+
+    async def push(target: PolicyVersion) -> None:
+        pushed.append(target.number)
+
+    with pytest.raises(ConfigError, match="before returned nothing, which cannot be awaited") as caught:
+        await one.updates.update(push, before=lambda version: None)  # type: ignore[arg-type, return-value]
+    assert caught.value.hint == "write it as `async def before(...)`" and pushed == [] and not one.ownership.gate.active
+    with pytest.raises(ConfigError, match="push returned a list, which cannot be awaited"):
+        await one.updates.update(lambda version: [version])  # type: ignore[arg-type, return-value]
+    assert one.ownership.versions.torn and one.ownership.gate.active, "what it did to the weights is not known"
+    assert (await one.updates.update(push)).number == 1 and pushed == [1]
+    await one.close()
+
+
+def test_an_engine_that_makes_no_samples_is_refused_when_the_rollout_is_made() -> None:
+    class Stream:
+        async def generate(self, prompt: str) -> AsyncIterator[str]:
+            yield prompt
+
+    with pytest.raises(ConfigError, match=r"engines\[1\], a object, makes no samples: generate\(sample\) is missing"):
+        rollout(engines=[Engine(), object()])
+    with pytest.raises(ConfigError, match=r"engines\[0\], a Stream, .* is a stream of outputs") as caught:
+        rollout(engines=[Stream()])
+    assert "RolloutEngine" in caught.value.hint
+
+    async def own(samples: list[Sample], engine: Any) -> list[Sample]:
+        return samples
+
+    rollout(engines=[object()], generate=own)
+
+
+@on_virtual_time
+async def test_a_rollout_that_is_in_no_snapshot_of_its_store_does_not_start() -> None:
+    saved = Saved()
+    saved.saved = True
+    one = rollout(2, prefixes=saved)
+    with pytest.raises(ConfigError, match="takes snapshots without this rollout") as caught:
+        one.start()
+    assert "session.participants.add(rollout.participant)" in caught.value.hint
+    one.participant.attach({})
+    one.start()
+    await one.close()

@@ -326,6 +326,8 @@ async def test_v9_a_trainer_that_went_back_goes_on_in_a_new_lineage() -> None:
 class Saved:
     """A prefix of group 1 that was flushed under a version which no snapshot knows."""
 
+    saved = False
+
     def of(self, request_id: str) -> Prefix | None:
         return Prefix(5, frozenset({PolicyVersion("a", 1)})) if request_id == "p1/0" else None
 

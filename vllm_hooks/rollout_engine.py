@@ -76,6 +76,10 @@ class RolloutEngine:
 
     # ---- prefixes ----------------------------------------------------------------------------------------------
 
+    @property
+    def saved(self) -> bool:
+        return self._session.capturing
+
     def of(self, request_id: str) -> Prefix | None:
         call = self._prefixes.get(request_id)
         if call is None or isinstance(call.plan, resume.Restart) or not call.n_tokens:

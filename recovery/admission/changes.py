@@ -1,6 +1,6 @@
 """Waiting for anything to change, with a deadline.
 
-Owns: who waits.
+Owns: who waits, and that one who waits long for another is told so.
 Does not know: what changed; who wakes up looks again.
 
 Invariants:
@@ -11,6 +11,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import warnings
+
+TOLD_AFTER_S = 60.0
+"""So long somebody may wait for another's hold before it is told; evaluations take minutes."""
 
 
 class Deadline:
@@ -26,6 +30,25 @@ class Deadline:
     @property
     def passed(self) -> bool:
         return self.left_s == 0.0
+
+
+class LongWait:
+    """Says once what a wait is for, when it is for the same thing for TOLD_AFTER_S."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._what: object = None
+        self._due = Deadline(None)
+
+    def until(self, deadline: Deadline, what: object, said: str) -> Deadline:
+        """When to look again at the latest. `what` is waited for, falsy for nothing worth telling; `said` tells it."""
+        if what != self._what:
+            self._what, self._due = what, Deadline(TOLD_AFTER_S if what else None)
+        if self._due.passed:
+            self._due = Deadline(None)
+            warnings.warn(f"{self._who} has waited for {TOLD_AFTER_S:.0f} s: {said}", stacklevel=3)
+        left_s, due_s = deadline.left_s, self._due.left_s
+        return self._due if left_s is None or (due_s is not None and due_s < left_s) else deadline
 
 
 class Changes:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from recovery.admission.samples import Sample
+from recovery.errors import ConfigError
 from recovery.model import PolicyVersion
 
 
@@ -34,6 +35,18 @@ def pinned(engine: Engine) -> PolicyVersion | None:
 
 Generate = Callable[[list[Sample], Engine], Any]
 """A group's samples and an engine to the finished samples, in order: async, or sync (it runs in a thread then)."""
+
+
+def check_engines(engines: Sequence[object], generate: Generate) -> None:
+    """Raises ConfigError for an engine that the default could not ask for a sample."""
+    for number, engine in enumerate(engines if generate is each_sample else ()):
+        found = getattr(engine, "generate", None)
+        if not callable(found) or inspect.isasyncgenfunction(found):
+            what = "is a stream of outputs" if callable(found) else "is missing"
+            raise ConfigError(
+                f"engines[{number}], a {type(engine).__name__}, makes no samples: generate(sample) {what}",
+                hint="wrap a vLLM engine in vllm_hooks.rollout_engine.RolloutEngine, or give generate= a function",
+            )
 
 
 async def each_sample(samples: list[Sample], engine: Engine) -> Sequence[Sample]:

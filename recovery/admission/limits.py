@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recovery.admission.holds import Hold
+
 ABORTS_MAX = 8
 """A group whose execution is cancelled so often (nobody having asked for it) is a failure: it would go on for ever."""
 
@@ -35,9 +37,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No lease yet, and why."""
+    """No lease yet, and why. `holds`: those that keep it from being issued, with their owners, reasons and times."""
 
     reason: str
+    holds: tuple[Hold, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,7 @@ class Ownership:
 
     def _refused(self, reason: str) -> Waiting:
         self.metrics.add("refused_leases")
-        return Waiting(reason)
+        return Waiting(reason, self.gate.active)
 
     def _issue(self, rollout: int, records: list[Record]) -> Lease:
         for record in records:

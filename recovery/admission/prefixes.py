@@ -33,6 +33,10 @@ class Prefix:
 class Prefixes(Protocol):
     """Saved prefixes by request id."""
 
+    @property
+    def saved(self) -> bool:
+        """Whether there is a store that takes snapshots of them."""
+
     def of(self, request_id: str) -> Prefix | None:
         """What is saved of that request; None if nothing is."""
 
@@ -44,6 +48,8 @@ class Prefixes(Protocol):
 
 
 class _None:
+    saved = False
+
     def of(self, request_id: str) -> Prefix | None:
         return None
 

@@ -19,13 +19,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
+from recovery.admission import view
 from recovery.admission.attempts import Attempt, Execution, Record
-from recovery.admission.changes import Changes, Deadline
-from recovery.admission.generation import Engine, Generate, each_sample, pinned, run
+from recovery.admission.changes import Changes, Deadline, LongWait
+from recovery.admission.generation import Engine, Generate, check_engines, each_sample, pinned, run
 from recovery.admission.holds import AdmissionClosed, Hold, HoldKind, Lifecycle
 from recovery.admission.leases import Lease
 from recovery.admission.limits import Exhausted, Limits, Waiting
-from recovery.admission.metrics import HOLD_OWNERS, RETAINED_CAUSES
 from recovery.admission.ownership import Ownership
 from recovery.admission.participant import RolloutParticipant
 from recovery.admission.placement import Placement
@@ -39,6 +39,7 @@ from recovery.admission.updates import WeightUpdates
 from recovery.admission.versions import PolicyVersions
 from recovery.config import RolloutConfig
 from recovery.config_checks import check_rollout
+from recovery.errors import ConfigError
 from recovery.model import PolicyVersion
 from recovery.ports import Clock, Entropy
 
@@ -78,6 +79,7 @@ class FullyAsyncRollout:
         prefixes: Prefixes = NO_PREFIXES,
         on_version: Callable[[PolicyVersion], None] = lambda version: None,
     ) -> None:
+        check_engines(engines, generate)
         self._placement = Placement([pinned(engine) for engine in engines])
         check_rollout(config, batch_groups)
         self._source = source
@@ -141,15 +143,26 @@ class FullyAsyncRollout:
         self.on_version(self.version)
 
     def start(self) -> None:
-        """Begin to generate, on the running event loop. After `restore`, if there may be something to restore."""
+        """Begin to generate, on the running event loop. After `restore`, if there may be something to restore.
+
+        Raises ConfigError where prefixes are saved in a store of whose snapshots the rollout is no part.
+        """
+        if self._prefixes.saved and not self.participant.attached:
+            raise ConfigError(
+                "the store of `prefixes` takes snapshots without this rollout: a crash would lose what was trained",
+                hint="call session.participants.add(rollout.participant) before rollout.start()",
+            )
         self._started = True
         self._go_on()
 
     async def next_batch(
         self, rollout: int | None = None, *, timeout_s: float | None = None
     ) -> Lease | Waiting | Exhausted:
-        """A batch under an id above all earlier ones (None: the next one); Waiting at the deadline, with the reason."""
-        deadline = Deadline(timeout_s)
+        """A batch under an id above all earlier ones (None: the next one); Waiting at the deadline, with the reason.
+
+        Warns once when it has waited long for somebody's hold, or for `start`.
+        """
+        deadline, long = Deadline(timeout_s), LongWait("next_batch")
         while True:
             before = self._measure()
             try:
@@ -158,9 +171,12 @@ class FullyAsyncRollout:
                 self._pump()
                 if self._measure() != before:
                     self.changes.tell()
-            if not isinstance(got, Waiting) or deadline.passed:
+            if not isinstance(got, Waiting):
                 return got
-            await self.changes.next(deadline)
+            got = view.explained(got, self._clock.utc(), started=self._started)
+            if deadline.passed:
+                return got
+            await self.changes.next(long.until(deadline, got.holds or not self._started, got.reason))
 
     def _measure(self) -> tuple[int, int, bool]:
         """What other waiters may have waited for, as far as asking for a batch can change it."""
@@ -337,31 +353,7 @@ class FullyAsyncRollout:
 
     def metrics(self) -> dict[str, float]:
         """Every key of metrics.KEYS; counters are since the last call."""
-        own, now = self.ownership, self._clock.utc()
-        lags = [max(own.ages.of(entry.record)[1], default=0) for entry in own.finished]
-        holds = own.gate.active
-        ages = {owner: 0.0 for owner in HOLD_OWNERS}
-        for hold in holds:
-            owner = hold.owner if hold.owner in ages else "other"
-            ages[owner] = max(ages[owner], now - hold.acquired_utc)
-        causes = [record.cause.replace(" ", "_") for record in own.settlement.retained]
-        prefix = "rollout/fully_async"
-        return own.metrics.emit(
-            {
-                "fully_async/queue/completed_groups": len(own.finished),
-                "fully_async/policy/current_version": self.version.number,
-                f"{prefix}/queue_size": len(own.finished),
-                f"{prefix}/buffer_avg_staleness": sum(lags) / len(lags) if lags else 0.0,
-                f"{prefix}/buffer_max_staleness": max(lags, default=0),
-                f"{prefix}/holds_active": len(holds),
-                **{f"{prefix}/hold_age_s/{owner}": age for owner, age in ages.items()},
-                f"{prefix}/frontier_groups": sum(own.gate.left(hold) for hold in holds),
-                f"{prefix}/open_leases": len(own.leases.open),
-                **{f"{prefix}/retained/{cause}": causes.count(cause) for cause in RETAINED_CAUSES},
-                f"{prefix}/slots_used": own.slots.used,
-                f"{prefix}/slots_total": own.slots.total,
-            }
-        )
+        return view.metrics(self.ownership, self._clock.utc())
 
     # ---- the end -----------------------------------------------------------------------------------------------
 

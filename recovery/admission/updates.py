@@ -8,19 +8,22 @@ Invariants (numbers are those of docs/admission.md):
 2. (A59, A64) The version grows after the push and after the hook, and only if both succeeded.
 3. (A26, A63, M30) A failed update leaves its hold active and the engines torn; the next update goes on under that hold.
 4. (M30) Who waits for the fence while the engines are torn is told so instead of waiting for ever.
+5. (A27) A task that is inside is refused what would have to wait until it has left.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from recovery.admission.changes import Deadline
+from recovery.admission.changes import Deadline, LongWait
 from recovery.admission.exclusion import Pass, Work
 from recovery.admission.holds import AdmissionClosed, Hold, HoldKind, Lifecycle
 from recovery.admission.settlement import under
-from recovery.errors import SnapshotAbandoned
+from recovery.errors import ConfigError, SnapshotAbandoned
 from recovery.model import PolicyVersion
 
 if TYPE_CHECKING:
@@ -35,8 +38,22 @@ class DeadlinePassed(Exception):
     """The fence or the frontier was waited for too long. Nothing was done, and nothing is held because of it."""
 
 
+class WaitsForItself(Exception):
+    """A program error: an update inside one's own evaluation, or the other way round, would wait for its own end."""
+
+
 class EnginesTorn(Exception):
     """(A63) A weight update failed: which weights the engines serve is not known until an update succeeds."""
+
+
+def _awaitable(name: str, work: Awaitable[object]) -> Awaitable[object]:
+    """`work`. Raises ConfigError for what no coroutine function returns."""
+    if not inspect.isawaitable(work):
+        raise ConfigError(
+            f"{name} returned {'nothing' if work is None else f'a {type(work).__name__}'}, which cannot be awaited",
+            hint=f"write it as `async def {name}(...)`",
+        )
+    return work
 
 
 class WeightUpdates:
@@ -46,6 +63,7 @@ class WeightUpdates:
         self._rollout = rollout
         self._left_held: Hold | None = None
         self._cut: tuple[Pass, Hold] | None = None
+        self._inside: dict[Pass, asyncio.Task[Any] | None] = {}
 
     async def update(
         self,
@@ -59,8 +77,8 @@ class WeightUpdates:
     ) -> PolicyVersion:
         """Drain, push the next version (`again`: the present one), publish it. Returns the version.
 
-        Raises what `before`, `push` or `after` raised. If `before` did, nothing has happened; after a failed push the
-        rollout stays held until a later update succeeds.
+        Raises what `before`, `push` or `after` raised, or ConfigError for one that cannot be awaited. If `before` did,
+        nothing has happened; after a failed push the rollout stays held until a later update succeeds.
         """
         deadline = Deadline(timeout_s)
         one = await self._enter(Work.UPDATE, owner, deadline)
@@ -70,7 +88,7 @@ class WeightUpdates:
             target = versions.current if again else versions.next
             try:
                 if before is not None:
-                    await before(target)
+                    await _awaitable("before", before(target))
                 self._rollout.ownership.begin_update(hold, target)
             except BaseException:
                 self._release_unless_torn(hold)
@@ -86,18 +104,18 @@ class WeightUpdates:
     async def _push(self, hold: Hold, target: PolicyVersion, push: Push, after: After | None) -> None:
         own = self._rollout.ownership
         try:
-            await push(target)
+            await _awaitable("push", push(target))
         except BaseException as error:
             own.end_update(hold, False)
             if after is not None:
                 try:
-                    await after(target, False)
+                    await _awaitable("after", after(target, False))
                 except BaseException as cleanup:
                     raise under(error, cleanup) from cleanup
             raise
         try:
             if after is not None:
-                await after(target, True)
+                await _awaitable("after", after(target, True))
         except BaseException:
             own.end_update(hold, False)
             raise
@@ -173,7 +191,7 @@ class WeightUpdates:
     # ---- the fence ---------------------------------------------------------------------------------------------
 
     async def _enter(self, work: Work, owner: str, deadline: Deadline) -> Pass:
-        own = self._rollout.ownership
+        own, long = self._rollout.ownership, LongWait(owner)
         while True:
             if own.gate.lifecycle is not Lifecycle.OPEN:
                 raise AdmissionClosed("the rollout was closed")
@@ -181,11 +199,18 @@ class WeightUpdates:
                 raise EnginesTorn("a weight update failed: push this version again or the next one first")
             got = own.fence.enter(work, owner)
             if isinstance(got, Pass):
+                self._inside[got] = asyncio.current_task()
                 return got
+            for one, task in self._inside.items():
+                if task is asyncio.current_task():
+                    raise WaitsForItself(
+                        f"{owner} waits for a {work.value} inside the {one.work.value} of {one.owner}, in one task"
+                    )
             if deadline.passed:
                 raise DeadlinePassed(f"{owner}: waited for the {got}")
-            await self._rollout.changes.next(deadline)
+            await self._rollout.changes.next(long.until(deadline, got, f"the {got} is not over"))
 
     def _leave(self, one: Pass) -> None:
+        del self._inside[one]
         self._rollout.ownership.fence.leave(one)
         self._rollout.changes.tell()
