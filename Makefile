@@ -21,7 +21,7 @@ SOURCES := recovery storage_backends vllm_hooks tools tests examples requirement
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check docs format browser soak bench bench-store bench-exact bench-scale bench-cut bench-capture clean
+.PHONY: help setup demo test check docs format browser soak bench bench-store bench-exact bench-scale bench-cut bench-capture bench-snapshot bench-kills clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -68,6 +68,12 @@ bench-cut: $(VENV)/ready  ## measure how long a cut stalls the engine's loop, be
 
 bench-capture: $(VENV)/ready  ## measure what capture costs, by token and by throughput (ARGS=--quick: seconds)
 	$(BIN)/python -m bench capture $(ARGS)
+
+bench-snapshot: $(VENV)/ready  ## measure snapshot k up to 500 against full copies, on disk and in a bucket (ARGS=--quick: seconds)
+	$(BIN)/python -m bench snapshot $(ARGS)
+
+bench-kills: $(VENV)/ready  ## measure what kills cost, beside redoing or dropping unfinished rows (ARGS=--quick: seconds)
+	$(BIN)/python -m bench kills $(ARGS)
 
 bench-exact: $(VENV)/ready  ## measure what exactness costs: the plug-in, draws by position, attention in one piece (ARGS=--quick: seconds)
 	$(BIN)/python -m bench exact $(ARGS)

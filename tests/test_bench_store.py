@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bench import corpus, store, store_ways
+from bench import corpus, full_copies, store
 from bench.__main__ import main
 from bench.measuring import Spread, paired, ratios
 from bench.report import Bound, nbytes_text
@@ -95,7 +95,7 @@ def test_tokens_and_logprobs_are_the_same_for_the_same_seed() -> None:
 def test_a_way_that_loses_something_is_found_out() -> None:
     call = (np.arange(3, dtype=np.int32), np.zeros(3, np.float32))
     with pytest.raises(RuntimeError, match="x does not give back"):
-        store_ways._compare("x", [call], [(call[0] + 1, call[1])])
+        full_copies.check("x", [call], [(call[0] + 1, call[1])])
 
 
 def test_a_look_at_a_long_log_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,8 @@ docs/benchmarks.md.
     plot        scaling laws as pictures
     everything  all verbs, one after the other
     engines     engines in processes of their own, and engine_process, what runs there
-    cut, capture_*, exact   the figures of those verbs
+    full_copies what is done today: everything, again each time
+    cut, capture_*, snapshot, kills*, exact   the figures of those verbs
     store_*     the figures of `bench store`, one module each
     scale_*     those of `bench scale`; simulated are its workers, prices what a bucket asks
 """

@@ -17,7 +17,7 @@ from typing import Protocol
 from rich.console import Console
 
 from bench import __doc__ as about
-from bench import capture, cut, everything, exact, latest, scale, store
+from bench import capture, cut, everything, exact, kills, latest, scale, snapshot, store
 from bench.plot import plot
 from bench.report import Report
 
@@ -37,11 +37,13 @@ class Verb(Protocol):
 
 VERBS: dict[str, Verb] = {
     "store": store,
+    "snapshot": snapshot,
     "exact": exact,
     "latest": latest,
     "scale": scale,
     "cut": cut,
     "capture": capture,
+    "kills": kills,
 }
 
 

@@ -32,7 +32,7 @@ from recovery.ports import Entropy, ObjectStore, SegmentCodec
 from recovery.protocol import Verdict
 from recovery.publication import Publication
 from recovery.restore import choose, compatibility_record, restore
-from recovery.restored import Restored
+from recovery.restored import Restored, RestoredCall
 from recovery.resume import StopRules
 from recovery.slots import SlotLog
 from recovery.snapshots import make_root
@@ -44,7 +44,7 @@ from vllm_hooks.opening import SystemClock, SystemEntropy
 MUST = {"model": "none: a benchmark"}
 STOP = StopRules((2,), 1 << 20)
 VERSION = PolicyVersion("a", 0)
-SAMPLING = {"temperature": 0.0, "max_tokens": 4096, "ignore_eos": True}
+SAMPLING = {"temperature": 0.0, "max_tokens": 1 << 19, "ignore_eos": True}
 _TIMEOUT_S = 600.0
 
 
@@ -229,13 +229,36 @@ class Job(Life[Workers]):
 
     def open(self, prompts: Sequence[Int32Array]) -> None:
         """New calls with these prompts, spread over the workers."""
-        first = len(self.calls)
-        for number, prompt in enumerate(prompts, first):
-            request = Request(
-                rollout=f"rollout-{number:06d}", prompt_token_ids=np.ascontiguousarray(prompt), sampling=SAMPLING
+        for number, prompt in enumerate(prompts, len(self.calls)):
+            self.open_as(number, prompt)
+
+    def open_as(self, number: int, prompt: Int32Array) -> int:
+        """A new call named after a number. Its place among `calls`."""
+        request = Request(
+            rollout=f"rollout-{number:06d}", prompt_token_ids=np.ascontiguousarray(prompt), sampling=SAMPLING
+        )
+        call_id = codec.call_id(request.rollout, 0, codec.request_digest(request))
+        self.calls.append(self._table().open(request, call_id, 0))
+        return len(self.calls) - 1
+
+    def carry_on(self, restored: RestoredCall) -> int:
+        """A call that the restore brought back. Its place among `calls`."""
+        found, entry = restored.transcript, restored.entry
+        table = self._table()
+        self.calls.append(
+            table.carry_on(
+                found.request,
+                entry.call_id,
+                entry.attempt,
+                found.token_ids.tolist(),
+                found.logprobs.tolist(),
+                found.version_spans,
             )
-            call_id = codec.call_id(request.rollout, 0, codec.request_digest(request))
-            self.calls.append(self.workers.tables[number % len(self.workers.tables)].open(request, call_id, 0))
+        )
+        return len(self.calls) - 1
+
+    def _table(self) -> CallTable:
+        return self.workers.tables[len(self.calls) % len(self.workers.tables)]
 
     def append(self, number: int, token_ids: Int32Array, logprobs: Float32Array) -> None:
         """Tokens that call `number` has generated."""

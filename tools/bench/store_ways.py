@@ -11,17 +11,16 @@ that it is the only way here that a power cut may undo. A restore reads everythi
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from bench import full_copies
 from bench.corpus import Corpus
+from bench.full_copies import Calls
 from bench.jobs import MUST, Job
 from bench.measuring import Spread, timed
 from bench.report import Report, ms_text, nbytes_text
@@ -33,8 +32,6 @@ from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.codecs import CodecName, MixedSegmentCodec
 
 PROMPT = 100
-Call = tuple[Int32Array, Float32Array]
-Calls = list[Call]
 
 
 class Way(Protocol):
@@ -161,30 +158,6 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _json_lines(calls: Calls) -> bytes:
-    return "\n".join(json.dumps({"ids": ids.tolist(), "lps": lps.tolist()}) for ids, lps in calls).encode()
-
-
-def _from_json_lines(data: bytes) -> Calls:
-    rows = [json.loads(line) for line in data.splitlines()]
-    return [(np.array(row["ids"], np.int32), np.array(row["lps"], np.float32)) for row in rows]
-
-
-def _torch_save(calls: Calls) -> bytes:
-    import torch
-
-    sink = io.BytesIO()
-    torch.save([tuple(torch.from_numpy(np.array(values)) for values in call) for call in calls], sink)
-    return sink.getvalue()
-
-
-def _torch_load(data: bytes) -> Calls:
-    import torch
-
-    loaded: list[Any] = torch.load(io.BytesIO(data), weights_only=True)
-    return [(ids.numpy(), lps.numpy()) for ids, lps in loaded]
-
-
 def measure(
     report: Report,
     corpus: Corpus,
@@ -202,9 +175,9 @@ def measure(
     ways: dict[str, Way] = {
         "this project, Arrow": ThisProject(_made(folder / "arrow"), prompts, "arrow"),
         "this project, Zarr": ThisProject(_made(folder / "zarr"), prompts, "zarr"),
-        "pickle of everything": WholeState(_made(folder / "pickle"), pickle.dumps, pickle.loads),
-        "torch.save of everything": WholeState(_made(folder / "torch"), _torch_save, _torch_load),
-        "JSON lines of everything": WholeState(_made(folder / "json"), _json_lines, _from_json_lines),
+        "pickle of everything": WholeState(_made(folder / "pickle"), *full_copies.BYTES["pickle"]),
+        "torch.save of everything": WholeState(_made(folder / "torch"), *full_copies.BYTES["torch.save"]),
+        "JSON lines of everything": WholeState(_made(folder / "json"), *full_copies.BYTES["JSON lines"]),
         "object per call and chunk": ObjectPerChunk(_made(folder / "objects")),
         "Zarr array per call": ZarrArrayPerCall(_made(folder / "arrays"), calls),
     }
@@ -231,7 +204,7 @@ def measure(
         for _ in range(restores):
             took, _ = timed(way.restore)
             times.append(took)
-        _compare(name, way.restore(), whole)
+        full_copies.check(name, way.restore(), whole)
         files = _files(folder / places[name])
         stored = sum(size for size, _ in files.values())
         half = snapshots // 2
@@ -277,9 +250,3 @@ def _files(folder: Path) -> dict[str, tuple[int, int]]:
 def _changed(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> int:
     """Bytes of the files that were made or written anew: what had to go to the disk."""
     return sum(status[0] for path, status in after.items() if before.get(path) != status)
-
-
-def _compare(name: str, found: Calls, wanted: Calls) -> None:
-    for (ids, lps), (all_ids, all_lps) in zip(found, wanted, strict=True):
-        if ids.tobytes() != all_ids.tobytes() or lps.tobytes() != all_lps.tobytes():
-            raise RuntimeError(f"{name} does not give back what was saved")
