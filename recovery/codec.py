@@ -92,8 +92,8 @@ def chunk_digest(chunk: Chunk) -> bytes:
     head = chunk_heads(call_ids, np.array([chunk.start]), np.array([n_tokens]), chunk.version).tobytes()
     logprobs = np.empty(0, np.float32) if chunk.logprobs is None else chunk.logprobs
     ids, lps, mask = map(_one_stretch, (chunk.token_ids, logprobs, chunk.mask))
-    (digest,) = chunk_digests([head], ids, lps, mask, lambda _: wide_content(chunk.columns, n_tokens))
-    return digest
+    found = chunk_digests([head], ids, lps, mask, lambda _: wide_content(chunk.columns, n_tokens))
+    return found.tobytes()
 
 
 Stretches = tuple[Array, Array, Array]
@@ -110,10 +110,10 @@ def chunk_digests(
     logprobs: Stretches,
     mask: Stretches,
     wide: Callable[[int], bytes] | None,
-) -> list[bytes]:
-    """The digests of many chunks: `heads` are their chunk_heads(), `wide` gives the wide_content() of one.
+) -> Array:
+    """The digests of many chunks, 16 bytes each.
 
-    A chunk of which there are no logprobs has none.
+    `heads` are their chunk_heads(), `wide` gives the wide_content() of one. A chunk without logprobs has none.
     """
     ids, *id_edges = _bytes_of(*token_ids, "<i4")
     lps, *lp_edges = _bytes_of(*logprobs, "<f4")
@@ -122,19 +122,21 @@ def chunk_digests(
     edges = zip(heads, *id_edges, *lp_edges, *bit_edges, strict=True)
     for at, (head, first, last, lp_first, lp_last, bit_first, bit_last) in enumerate(edges):
         state = sha256(head)
+        update = state.update
         flag = b"\1" if lp_first != lp_last else b"\0"
         if wide is None and bit_last - bit_first <= _HELD // 4:
-            state.update(ids[first:last])
-            state.update(flag)
-            state.update(lps[lp_first:lp_last])
-            state.update(bits[bit_first:bit_last])
+            update(ids[first:last])
+            update(flag)
+            update(lps[lp_first:lp_last])
+            update(bits[bit_first:bit_last])
         else:
             parts = (ids[first:last], flag, lps[lp_first:lp_last], bits[bit_first:bit_last])
             for part in parts if wide is None else (*parts, wide(at)):
                 for piece in range(0, len(part), _HELD):
-                    state.update(part[piece : piece + _HELD])
-        found.append(state.digest()[:16])
-    return found
+                    update(part[piece : piece + _HELD])
+        found.append(state.digest())
+    whole = np.frombuffer(b"".join(found), np.uint8).reshape(-1, 32)
+    return np.ascontiguousarray(whole[:, :16]).view("V16")[:, 0]
 
 
 _HELD = 2047

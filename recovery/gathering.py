@@ -7,14 +7,15 @@ Invariants:
 1. A part is taken from a record only if kind, call, position, length, version and digest are those of the ledger.
 2. What is compared is whole columns; no Python object is made per token, and none per chunk before its transcript is
    asked for.
-3. Transcripts are views of the memory of their segments; of one of which less than half is wanted they hold a copy of
-   that. So all of them together keep at most twice the memory of their tokens alive, until the last of them is let go.
+3. Transcripts are views of the memory of their segments; of a part of one of which less than a quarter is wanted they
+   hold a copy of that. So all of them together keep at most four times the memory of their prompts and tokens alive,
+   until the last of them is let go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from recovery.transcripts import Held, Stretch, Transcript
 _PLACE = np.dtype(
     [(name, np.int64) for name in ("start", "n_tokens", "version", "held", "token_at", "logprob_at", "mask_at")]
 )
-"""Where one chunk lies, as the fields of Stretch; `version` and `held` are numbers."""
+"""Where one chunk lies, as the fields of Stretch say; `version` and `held` are numbers."""
 
 
 class Transcripts(Mapping[CallId, Transcript]):
@@ -70,14 +71,12 @@ class Transcripts(Mapping[CallId, Transcript]):
     def __getitem__(self, call_id: CallId) -> Transcript:
         number = self._numbers[call_id]
         first, last = self._bounds[number : number + 2].tolist()
-        return Transcript(self._requests[number], [self._stretch(chunk) for chunk in range(first, last)])
+        places = enumerate(self._places[first:last].tolist(), first)
+        return Transcript(self._requests[number], [self._stretch(chunk, *place) for chunk, place in places])
 
-    def _stretch(self, chunk: int) -> Stretch:
-        start, n_tokens, version, held, token_at, logprob_at, mask_at = self._places[chunk].item()
+    def _stretch(self, chunk: int, start: int, n_tokens: int, version: int, held: int, *at: int) -> Stretch:
         columns = self._wide.get(chunk, NoColumns)
-        return Stretch(
-            start, n_tokens, self._versions[version], self._held[held], token_at, logprob_at, mask_at, columns
-        )
+        return Stretch(start, n_tokens, self._versions[version], self._held[held], at, columns)
 
     def ends(self) -> Iterator[tuple[Entry, Request, int, int | None]]:
         """Of each call its request, how many tokens it has, and the last of them: what a plan depends on."""
@@ -124,46 +123,47 @@ class Gathering:
         numbers = np.union1d(self._opened_in, self._numbers).tolist()
         return [self._names.keys[number] for number in numbers]
 
-    def take(self, key: str, records: Records) -> None:
-        """Take what `entries` have in this segment. Raises DigestMismatch, naming call and tokens."""
+    def take(self, key: str, parts: Sequence[Records]) -> None:
+        """Take what `entries` have in this segment, all of it. Raises DigestMismatch, naming call and tokens."""
         number = self._names.number(key)
         owners = np.flatnonzero(self._opened_in == number)
         first, last = np.searchsorted(self._numbers, [number, number + 1])
         chunks = self._by_segment[first:last]
-        self._check_requests(key, records, owners)
-        self._check_chunks(key, records, chunks)
-        wanted = records.n_tokens[np.append(self._opened_at[owners], self._chunks["index"][chunks])].sum()
-        copies = 2 * wanted < len(records.token_ids)  # invariant 3
-        self._take_requests(records, owners, copies)
-        self._take_chunks(records, chunks, copies)
+        requests_at, chunks_at = self._opened_at[owners], self._chunks["index"][chunks].astype(np.int64)
+        within = _Within(key, first=0, n_records=sum(map(len, parts)))
+        within.check(requests_at, requests_at < within.n_records, lambda at: self._request_of(int(owners[at])))
+        within.check(chunks_at, chunks_at < within.n_records, lambda at: self._tokens(int(chunks[at])))
+        for records in parts:
+            here = [(at >= within.first) & (at < within.first + len(records)) for at in (requests_at, chunks_at)]
+            self._take(within, records, owners[here[0]], chunks[here[1]])
+            within.first += len(records)
 
-    def _check_requests(self, key: str, records: Records, owners: Array) -> None:
-        index = self._opened_at[owners]
+    def _take(self, within: _Within, records: Records, owners: Array, chunks: Array) -> None:
+        requests_at = self._opened_at[owners] - within.first
+        chunks_at = self._chunks["index"][chunks].astype(np.int64) - within.first
+        self._check_requests(within, records, owners, requests_at)
+        self._check_chunks(within, records, chunks, chunks_at)
+        wanted = records.n_tokens[np.append(requests_at, chunks_at)].sum()
+        copies = 4 * wanted < len(records.token_ids)  # invariant 3
+        self._take_requests(records, owners, requests_at, copies)
+        self._take_chunks(records, chunks, chunks_at, copies)
 
-        def check(right: Array) -> None:
-            _check(key, len(records), index, right, lambda at: self._request_of(int(owners[at])))
-
-        check(index < len(records))
-        check(
+    def _check_requests(self, within: _Within, records: Records, owners: Array, index: Array) -> None:
+        right = (
             (records.kinds[index] == OPENED)
             & (records.call_ids[index] == self._call_ids[owners])
             & (records.digests[index] == self._request_digests[owners])
         )
+        within.check(index, right, lambda at: self._request_of(int(owners[at])))
 
     def _request_of(self, owner: int) -> str:
         entry = self._entries[owner]
         return f"the request of call {entry.call_id.hex()} ({entry.identity.rollout})"
 
-    def _check_chunks(self, key: str, records: Records, mine: Array) -> None:
+    def _check_chunks(self, within: _Within, records: Records, mine: Array, index: Array) -> None:
         chunks, owners = self._chunks[mine], self._owner[mine]
-        index = chunks["index"].astype(np.int64)
-
-        def check(right: Array) -> None:
-            _check(key, len(records), index, right, lambda at: self._tokens(int(mine[at])))
-
-        check(index < len(records))
         numbers = np.array([*map(self._names.known_version, records.versions), -1], np.int64)
-        check(
+        right = (
             (records.kinds[index] == CHUNK)
             & (records.call_ids[index] == self._call_ids[owners])
             & (records.starts[index] == chunks["start"])
@@ -171,6 +171,7 @@ class Gathering:
             & (numbers[records.version_at[index]] == chunks["version"])
             & (records.digests[index] == chunks["digest"])
         )
+        within.check(index, right, lambda at: self._tokens(int(mine[at])))
 
     def _tokens(self, chunk: int) -> str:
         entry, row = self._entries[self._owner[chunk]], self._chunks[chunk]
@@ -179,15 +180,14 @@ class Gathering:
             f"tokens {start} to {start + int(row['n_tokens'])} of call {entry.call_id.hex()} ({entry.identity.rollout})"
         )
 
-    def _take_requests(self, records: Records, owners: Array, copies: bool) -> None:
-        for owner, at in zip(owners.tolist(), self._opened_at[owners].tolist(), strict=True):
+    def _take_requests(self, records: Records, owners: Array, index: Array, copies: bool) -> None:
+        for owner, at in zip(owners.tolist(), index.tolist(), strict=True):
             request = records.requests[at]
             if copies:
                 request = replace(request, prompt_token_ids=request.prompt_token_ids.copy())
             self._requests[owner] = request
 
-    def _take_chunks(self, records: Records, mine: Array, copies: bool) -> None:
-        index = self._chunks["index"][mine].astype(np.int64)
+    def _take_chunks(self, records: Records, mine: Array, index: Array, copies: bool) -> None:
         ends = records.token_at[index + 1]
         self._last_token_ids[mine] = records.token_ids[ends - 1]
         logprob_ends = records.logprob_at[index + 1]
@@ -222,14 +222,23 @@ class Gathering:
         )
 
 
-def _check(key: str, n_records: int, index: Array, right: Array, name: Callable[[int], str]) -> None:
-    """Invariant 1. `right` tells of each record `index` whether it is the one that `name` names."""
-    if right.all():
-        return
-    at = int(np.argmin(right))
-    if index[at] >= n_records:
-        raise DigestMismatch(f"{key} has {n_records} records; {name(at)} should be record {index[at]}")
-    raise DigestMismatch(f"{key}: record {index[at]} is not {name(at)}")
+@dataclass(slots=True)
+class _Within:
+    """Names records of a segment in a message. `first`: the number of the first one of the part that is looked at."""
+
+    key: str
+    first: int
+    n_records: int
+
+    def check(self, index: Array, right: Array, name: Callable[[int], str]) -> None:
+        """Invariant 1. `right` tells of each record `index` whether it is the one that `name` names."""
+        if right.all():
+            return
+        at = int(np.argmin(right))
+        number = self.first + int(index[at])
+        if number >= self.n_records:
+            raise DigestMismatch(f"{self.key} has {self.n_records} records; {name(at)} should be record {number}")
+        raise DigestMismatch(f"{self.key}: record {number} is not {name(at)}")
 
 
 def _only(held: Held, begins: Sequence[Array], ends: Sequence[Array]) -> tuple[Held, tuple[Array, Array, Array]]:

@@ -251,7 +251,7 @@ class Ledger:
         self._change(entry).identity = True
         self.segments.refer(self.names.number(new.segment))
         self.segments.unrefer(self.names.number(old.segment))
-        entry.identity = replace(entry.identity, opened=new)
+        entry.identity = entry.identity._replace(opened=new)
         return ""
 
     def move_segment(self, old: str, coordinates: Iterable[Coordinates]) -> None:

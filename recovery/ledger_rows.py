@@ -101,17 +101,17 @@ def merge(entries: dict[CallId, Entry], rows: LedgerRows, unsettled: set[CallId]
                 continue
             unsettled.discard(call_id)
             old = entries[call_id] = Entry(call_id, attempt, identity, ChunkRefs(names, bytearray()))
-        size, at = kept * PACKED.itemsize, old.n_tokens
-        if size != len(old.chunks.packed):
-            if size > len(old.chunks.packed):
-                n = len(old.chunks)
+        at, known = old.n_tokens, old.chunks.packed
+        if kept * PACKED.itemsize != len(known):
+            n = len(old.chunks)
+            if kept > n:
                 raise Damaged(f"call {call_id.hex()}: {kept} chunks should have been kept, there are {n}")
             old.chunks.cut(kept)
             at = old.chunks.stop
         if first != last:
             if begin != at:
                 raise Damaged(f"call {call_id.hex()}: a chunk starts at {begin} where {at} is next")
-            old.chunks.packed += packed[first:last]
+            known += packed[first:last]
             at = end
         if at != n_tokens:
             raise Damaged(f"call {call_id.hex()}: {at} tokens are listed, {n_tokens} stated")

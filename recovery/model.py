@@ -256,8 +256,7 @@ class ChunkRef:
         return self.start + self.n_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class Identity(NamedTuple):
     """What never changes about a call in the ledger; `opened` is where its Request lies.
 
     `model_call` and `parent`: recovery.lineage.

@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,6 +83,12 @@ class SegmentCodec(Protocol):
         """All records in order, each with its digest checked. With `info`, length and crc32c are checked first.
 
         Raises Damaged or FormatNotUnderstood on anything mangled; never crashes.
+        """
+
+    def decode_parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[Callable[[], Records]]:
+        """The same as work to be done, in any thread: each makes some of the records, in order, or raises.
+
+        What is checked of the segment as a whole was checked before.
         """
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:

@@ -24,7 +24,7 @@ from recovery.model import SegmentInfo
 from recovery.ports import ObjectStore, SegmentCodec
 from recovery.records import Records
 
-READERS, AHEAD_NBYTES = 4, 64 << 20
+READERS, AHEAD_NBYTES = 3, 64 << 20
 """So many segments are read at a time, and more than one only while together they are not longer than this."""
 
 
@@ -42,35 +42,34 @@ def read_transcripts(
     `columns`: whether wide columns are wanted; they may be many times the size of the rest.
     """
     gathering = Gathering(ledger, list(entries), columns=columns)
-    for info, records in _read_ahead(store, codec, [ledger.segment(key) for key in gathering.segments]):
-        gathering.take(info.key, records)
+    for info, parts in _read_ahead(store, codec, [ledger.segment(key) for key in gathering.segments]):
+        gathering.take(info.key, parts)
     return gathering.transcripts()
 
 
 def _read_ahead(
     store: ObjectStore, codec: SegmentCodec, infos: Sequence[SegmentInfo]
-) -> Iterator[tuple[SegmentInfo, Records]]:
+) -> Iterator[tuple[SegmentInfo, list[Records]]]:
     """Segments in order, the next ones being read and decoded meanwhile."""
-    if len(infos) < 2:
-        yield from ((info, read_segment(store, codec, info)) for info in infos)
-        return
     waiting = deque(infos)
-    reading: deque[tuple[SegmentInfo, Future[Records]]] = deque()
-    with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
-        try:
-            while waiting or reading:
-                ahead = sum(info.nbytes for info, _ in reading)
-                while waiting and (
-                    not reading or (len(reading) < READERS and ahead + waiting[0].nbytes <= AHEAD_NBYTES)
-                ):
-                    info = waiting.popleft()
-                    ahead += info.nbytes
-                    reading.append((info, pool.submit(read_segment, store, codec, info)))
-                info, records = reading.popleft()
-                yield info, records.result()
-        finally:
-            for _, unwanted in reading:
-                unwanted.cancel()
+    reading: deque[tuple[SegmentInfo, Future[list[Future[Records]]]]] = deque()
+    pool = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
+
+    def read(info: SegmentInfo) -> list[Future[Records]]:
+        data = store.get(info.key, 0, info.nbytes + 1)
+        return [pool.submit(part) for part in codec.decode_parts(data, info)]
+
+    try:
+        while waiting or reading:
+            ahead = sum(info.nbytes for info, _ in reading)
+            while waiting and (not reading or (len(reading) < READERS and ahead + waiting[0].nbytes <= AHEAD_NBYTES)):
+                info = waiting.popleft()
+                ahead += info.nbytes
+                reading.append((info, pool.submit(read, info)))
+            info, parts = reading.popleft()
+            yield info, [part.result() for part in parts.result()]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def missing_segments(store: ObjectStore, infos: Mapping[str, SegmentInfo]) -> list[Damaged]:

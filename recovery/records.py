@@ -267,7 +267,7 @@ def digests(
         (mask, mask_at[rows], mask_at[rows + 1]),
         None if columns is no_columns else lambda at: wide_content(columns(numbers[at]), int(n_tokens[at])),
     )
-    found[rows] = np.frombuffer(b"".join(computed), SIXTEEN)
+    found[rows] = computed
     found.flags.writeable = False
     return found
 

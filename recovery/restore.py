@@ -19,10 +19,8 @@ Invariants:
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,7 +44,7 @@ from recovery.model import OPEN
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
 from recovery.reading import missing_segments, read_transcripts
-from recovery.restored import PassedOver, Restored, RestoredCall, planned
+from recovery.restored import PassedOver, Restored, RestoredCall, planned, without_collections
 from recovery.resume import StopRules
 from recovery.snapshots import Loaded, Snapshot, load
 
@@ -142,8 +140,7 @@ def choose(
                     raise NothingPublished(f"snapshot {seq} was forgotten", hint=_LIST)
                 continue
             if read.slot.kind == "snapshot" and (seq == choice or not isinstance(choice, int)):
-                with without_collections():
-                    loaded, transcripts = _verify(store, segments, ledgers, read.slot, must, chosen.collected)
+                loaded, transcripts = _verify(store, segments, ledgers, read.slot, must, chosen.collected)
                 compatible(loaded.states)
                 chosen.loaded, chosen.transcripts = loaded, transcripts
                 return chosen
@@ -176,18 +173,7 @@ def choose(
     return chosen
 
 
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """What is read makes some objects for each call and lets go of none: to look for cycles meanwhile finds nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
+@without_collections()
 def _verify(
     store: ObjectStore,
     segments: SegmentCodec,

@@ -11,8 +11,11 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from recovery import resume
 from recovery.errors import RecoveryError
@@ -30,8 +33,7 @@ class PassedOver:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredCall:
+class RestoredCall(NamedTuple):
     """An open call brought back: `n_tokens` so far, and what to do with it. All its tokens are in memory."""
 
     entry: Entry
@@ -73,10 +75,23 @@ class Restored:
         return sum(call.n_tokens for call in self.calls if isinstance(call.plan, resume.Restart))
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """What is read makes some objects for each call and lets go of none: to look for cycles meanwhile finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@without_collections()
 def planned(transcripts: Transcripts, stop: StopRules) -> list[RestoredCall]:
     """What becomes of each of these calls; the ledger does not know of it yet."""
-    plans = Plans(stop)
+    plan = Plans(stop).plan
     return [
-        RestoredCall(entry, n_tokens, plans.plan(request, n_tokens, last), transcripts)
+        RestoredCall(entry, n_tokens, plan(request, n_tokens, last), transcripts)
         for entry, request, n_tokens, last in transcripts.ends()
     ]

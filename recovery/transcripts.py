@@ -42,18 +42,13 @@ class Held(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A chunk as part of a transcript: `n_tokens` from the positions `.._at` of `held` on.
-
-    `logprob_at` is -1 if the chunk has no logprobs.
-    """
+    """A chunk as part of a transcript: `n_tokens` of each array of `held`, from the positions `at` on (-1: none)."""
 
     start: int
     n_tokens: int
     version: PolicyVersion
     held: Held
-    token_at: int
-    logprob_at: int
-    mask_at: int
+    at: Sequence[int]
     columns: Mapping[str, Array]
 
 
@@ -66,24 +61,25 @@ class Transcript:
 
     @cached_property
     def token_ids(self) -> Int32Array:
-        return _end_to_end([s.held.token_ids[s.token_at : s.token_at + s.n_tokens] for s in self.stretches], np.int32)
+        return self._joined(0, np.int32)
 
     @cached_property
     def logprobs(self) -> Float32Array:
         """NaN where none was captured."""
-        return _end_to_end(
-            [
-                s.held.logprobs[s.logprob_at : s.logprob_at + s.n_tokens]
-                if s.logprob_at >= 0
-                else np.full(s.n_tokens, np.nan, np.float32)
-                for s in self.stretches
-            ],
-            np.float32,
-        )
+        return self._joined(1, np.float32)
 
     @cached_property
     def mask(self) -> BoolArray:
-        return _end_to_end([s.held.mask[s.mask_at : s.mask_at + s.n_tokens] for s in self.stretches], np.bool_)
+        return self._joined(2, np.bool_)
+
+    def _joined(self, column: int, dtype: Any) -> Array:
+        parts = [
+            held[column][at[column] : at[column] + n] if at[column] >= 0 else np.full(n, np.nan, dtype)
+            for _, n, _, held, at, _ in self.stretches
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype)
 
     @cached_property
     def version_spans(self) -> tuple[tuple[int, int, PolicyVersion], ...]:
@@ -112,16 +108,10 @@ def assemble(request: Request, chunks: Iterable[Chunk]) -> Transcript:
 def _stretch(chunk: Chunk) -> Stretch:
     logprobs, logprob_at = (_NO_LOGPROBS, -1) if chunk.logprobs is None else (chunk.logprobs, 0)
     held = Held(chunk.token_ids, logprobs, chunk.mask)
-    return Stretch(chunk.start, chunk.stop - chunk.start, chunk.version, held, 0, logprob_at, 0, chunk.columns)
+    return Stretch(chunk.start, chunk.stop - chunk.start, chunk.version, held, (0, logprob_at, 0), chunk.columns)
 
 
 _NO_LOGPROBS = np.empty(0, np.float32)
-
-
-def _end_to_end(parts: Sequence[Array], dtype: Any) -> Array:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
 def joined_columns(pieces: Iterable[tuple[int, Mapping[str, Array]]]) -> dict[str, tuple[ColumnRun, ...]]:

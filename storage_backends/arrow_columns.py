@@ -107,12 +107,14 @@ def versions(lineage: pa.Array, number: pa.Array, wanted: Array) -> tuple[list[t
     empty = np.array([name == "" for name in names] or [False])
     has = present(lineage)
     wrong = (has != wanted) | (present(number) != wanted) | (has & empty[text_at])
-    numbers, number_at = np.unique(number.fill_null(0).to_numpy(), return_inverse=True)
+    numbers = number.dictionary_encode()
+    number_at = numbers.indices.fill_null(0).to_numpy().astype(np.int64)
     rows = wanted & ~wrong
-    pairs, pair_at = np.unique((number_at * max(1, len(names)) + text_at)[rows], return_inverse=True)
+    pairs = pa.array((number_at * max(1, len(names)) + text_at)[rows]).dictionary_encode()
     at = np.full(len(wanted), -1, np.int64)
-    at[rows] = pair_at
-    found = [(names[pair % len(names)], int(numbers[pair // len(names)])) for pair in pairs.tolist()]
+    at[rows] = pairs.indices.to_numpy()
+    values = numbers.dictionary.to_pylist()
+    found = [(names[pair % len(names)], values[pair // len(names)]) for pair in pairs.dictionary.to_pylist()]
     return found, at, wrong
 
 

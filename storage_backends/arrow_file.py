@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from recovery.errors import Damaged, FormatNotUnderstood
 from storage_backends import strict_json
-from storage_backends.flatbuffer import BatchShape, batch_shape, message_shape
+from storage_backends.flatbuffer import BatchShape, MessageShape, batch_shape, message_shape
 
 METADATA_KEY = b"prefix-recovery"
 VERSION = 1
@@ -31,8 +31,9 @@ FILE_BYTES_MAX = 4 << 30
 HEADER_BYTES_MAX = 64 << 20
 BATCH_BYTES_MAX = 1 << 30
 """Largest decompressed size of one batch; writers stay far below."""
-GROUP_BYTES = 64 << 20
-"""Decompressed, so much of a file is taken apart at a time."""
+GROUP_BYTES = 12 << 20
+"""Decompressed, so much of a file is taken apart at a time: little enough to stay in a processor's cache meanwhile, and
+so that threads that read several files decompress one while they check another."""
 
 UPGRADE = "read it with the version of prefix-recovery that wrote it, or a newer one"
 _MAGIC = b"ARROW1"
@@ -42,10 +43,11 @@ _MANGLED = (ValueError, TypeError, LookupError, ArithmeticError, OSError, NotImp
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message of a file: bytes [offset, offset + length), of which the metadata come first."""
+    """One message of a file: bytes [offset, offset + length), of which the metadata come first, and what these say."""
 
     offset: int
     length: int
+    message: MessageShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +108,11 @@ def _frame(data: bytes, at: int, end: int) -> Frame | None:
     stop = at + 8 + nbytes
     if nbytes < 0 or stop > end:
         raise ValueError(f"the message at byte {at} is longer than the file")
-    stop += message_shape(data[at + 8 : stop]).body_nbytes
+    message = message_shape(data[at + 8 : stop])
+    stop += message.body_nbytes
     if stop > end:
         raise ValueError(f"the message at byte {at} is longer than the file")
-    return Frame(at, stop - at)
+    return Frame(at, stop - at, message)
 
 
 def read_schema(
@@ -172,10 +175,16 @@ def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(found == wanted)
 
 
-def read_groups(
-    data: bytes, parts: Parts, rows_max: int, what: str, nbytes_max: int | None = None
-) -> Iterator[tuple[pa.RecordBatch, list[int]]]:
-    """The batches of a file, validated, several joined to one, and how many rows each has. All are measured first.
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Consecutive batches of a file that are read together, and how many rows each has."""
+
+    frames: tuple[Frame, ...]
+    lengths: tuple[int, ...]
+
+
+def groups(data: bytes, parts: Parts, rows_max: int, what: str, nbytes_max: int | None = None) -> list[Group]:
+    """The batches of a file, all of which are measured, some to a group.
 
     What is done with a batch costs much the same however many rows it has: as many are joined as claim to become
     GROUP_BYTES together, at least one. `nbytes_max`: what all of the file may claim to become.
@@ -184,9 +193,11 @@ def read_groups(
     claimed = sum(shape.nbytes for shape in shapes)
     if nbytes_max is not None and claimed > nbytes_max:
         raise Damaged(f"{what} claims {claimed} bytes in {len(data)}; at most {nbytes_max} are allowed")
-    for first, last in _stretches([shape.nbytes for shape in shapes], GROUP_BYTES):
-        table = _read_together(data, parts.schema, parts.batches[first:last], what)
-        yield _joined(table), [shape.n_rows for shape in shapes[first:last]]
+    stretches = _stretches([shape.nbytes for shape in shapes], GROUP_BYTES)
+    return [
+        Group(parts.batches[first:last], tuple(shape.n_rows for shape in shapes[first:last]))
+        for first, last in stretches
+    ]
 
 
 def _stretches(nbytes: Sequence[int], at_most: int) -> Iterator[tuple[int, int]]:
@@ -201,12 +212,12 @@ def _stretches(nbytes: Sequence[int], at_most: int) -> Iterator[tuple[int, int]]
         yield first, len(nbytes)
 
 
-def _read_together(data: bytes, schema: Frame, batches: Sequence[Frame], what: str) -> pa.Table:
-    """Consecutive batches in one call of Arrow: between calls a thread would wait for the interpreter each time.
+def read_group(data: bytes, schema: Frame, group: Group, what: str) -> pa.RecordBatch:
+    """Measured batches, validated, as one, in one call of Arrow: between calls a thread would wait for the interpreter.
 
     The messages of a file are those of a stream; read as such, they are exactly the ones measured (invariant 1).
     """
-    begin, end = batches[0].offset, batches[-1].offset + batches[-1].length
+    begin, end = group.frames[0].offset, group.frames[-1].offset + group.frames[-1].length
     if begin == schema.offset + schema.length:
         stream = pa.py_buffer(data)[schema.offset : end]
     else:
@@ -215,9 +226,11 @@ def _read_together(data: bytes, schema: Frame, batches: Sequence[Frame], what: s
         with pa.ipc.open_stream(stream, options=pa.ipc.IpcReadOptions(use_threads=False)) as reader:
             table = reader.read_all()
         table.validate(full=True)
+        if table.num_rows != sum(group.lengths):
+            raise ValueError(f"it has {table.num_rows} rows where {sum(group.lengths)} are claimed")
     except _MANGLED as error:
         raise Damaged(f"{what} has a batch that cannot be read: {error}") from error
-    return table
+    return _joined(table)
 
 
 def _joined(table: pa.Table) -> pa.RecordBatch:
@@ -229,7 +242,9 @@ def _joined(table: pa.Table) -> pa.RecordBatch:
 
 def _measured(data: bytes, frame: Frame, rows_max: int, what: str) -> BatchShape:
     try:
-        shape = _shape(data, frame)
+        stop = frame.offset + frame.length
+        body = stop - frame.message.body_nbytes
+        shape = batch_shape(data[frame.offset + 8 : body], frame.message, memoryview(data)[body:stop])
         _check_batch(shape, rows_max)
     except _MANGLED as error:
         raise Damaged(f"{what} has a batch at byte {frame.offset} that cannot be read: {error}") from error
@@ -239,22 +254,16 @@ def _measured(data: bytes, frame: Frame, rows_max: int, what: str) -> BatchShape
 def read_message(message: bytes, schema: pa.Schema, rows_max: int, what: str) -> pa.RecordBatch:
     """The batch that one message is, validated."""
     begin = schema.serialize().to_pybytes()
-    parts = Parts(Frame(0, len(begin)), (Frame(len(begin), len(message)),))
-    ((batch, _),) = read_groups(begin + message, parts, rows_max, what)
-    return batch
-
-
-def _shape(data: bytes, frame: Frame) -> BatchShape:
-    """What the message says about itself, which has to fill the frame exactly."""
-    mark, nbytes = struct.unpack_from("<Ii", data, frame.offset)
-    body = frame.offset + 8 + nbytes
-    stop = frame.offset + frame.length
-    if mark != 0xFFFFFFFF or nbytes <= 0 or not body <= stop <= len(data):
-        raise ValueError("it is no whole message")
-    metadata = data[frame.offset + 8 : body]
-    if message_shape(metadata).body_nbytes != stop - body:
-        raise ValueError("its length is not the one it states")
-    return batch_shape(metadata, memoryview(data)[body:stop])
+    data = begin + message
+    try:
+        first, second = _frame(data, 0, len(begin)), _frame(data, len(begin), len(data))
+        if first is None or second is None or second.length != len(message):
+            raise ValueError("it is no whole message")
+    except _MANGLED as error:
+        raise Damaged(f"{what} has a batch that cannot be read: {error}") from error
+    parts = Parts(first, (second,))
+    (group,) = groups(data, parts, rows_max, what)
+    return read_group(data, first, group, what)
 
 
 def _check_batch(shape: BatchShape, rows_max: int) -> None:

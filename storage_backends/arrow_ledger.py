@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,8 +100,8 @@ class ArrowLedgerCodec:
         ledger_texts.check_header(header, what)
         rows = LedgerRows(names)
         nbytes_max = NBYTES_ALWAYS + RATIO_MAX * len(data)
-        groups = arrow_file.read_groups(data, parts, ROWS_PER_BATCH, what, nbytes_max)
-        packed = [_read_batch(batch, rows, what) for batch, _ in groups]
+        groups = arrow_file.groups(data, parts, ROWS_PER_BATCH, what, nbytes_max)
+        packed = [_read_batch(arrow_file.read_group(data, parts.schema, group, what), rows, what) for group in groups]
         rows.packed = b"".join(packed)
         if len(set(rows.call_ids)) != len(rows):
             raise Damaged(f"{what} has two rows for one call")
@@ -204,13 +205,15 @@ def _read_batch(batch: pa.RecordBatch, rows: LedgerRows, what: str) -> bytes:
 
 
 def _read_texts(column: pa.Array, call_ids: list[bytes], what: str, read: Callable[[str, Where], T]) -> list[T | None]:
-    """What each text of a column says."""
+    """What each text of a column says; most say the same."""
     if column.null_count == len(column):
         return [None] * len(column)
-    return [
-        None if text is None else read(text, _Call(what, call_id))
-        for text, call_id in zip(column.to_pylist(), call_ids, strict=True)
-    ]
+    texts: list[str | None] = column.to_pylist()
+    known: dict[str | None, T | None] = {None: None}
+    for text, call_id in zip(texts, call_ids, strict=True):
+        if text is not None and text not in known:
+            known[text] = read(text, _Call(what, call_id))
+    return [known[text] for text in texts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,28 +239,23 @@ def _read_identities(column: pa.Array, call_ids: list[bytes], what: str) -> list
             at = int(np.argmin(columns.present(part)))
             raise Damaged(f"{_Call(what, call_ids[rows[at]])}: its identity has no {field.name}")
     rollout, turn, digest, source, restart_only, segment, index = parts
-    turns, keys = columns.numbers(turn, "turn", what), segment.to_pylist()
+    turns, keys = columns.numbers(turn, "turn", what), segment.dictionary_encode()
     if (beyond := turns >= 1 << 63).any():
         raise Damaged(f"{_Call(what, call_ids[rows[int(np.argmax(beyond))]])}: its turn is out of range")
-    known: dict[str, str] = {}
+    names: list[str] = keys.dictionary.to_pylist()
+    name_at = keys.indices.to_numpy()
+    for number, key in enumerate(names):
+        if not is_key(key):
+            row = rows[int(np.argmax(name_at == number))]
+            raise Damaged(f"{_Call(what, call_ids[row])}: {key!r:.200} is no key of a segment")
+    places = map(RecordRef, map(names.__getitem__, name_at.tolist()), columns.numbers(index, "index", what).tolist())
     cells = zip(
-        rows, rollout.to_pylist(), turns.tolist(), columns.digest_values(digest), source.to_pylist(),
-        restart_only.to_pylist(), keys, columns.numbers(index, "index", what).tolist(),
+        rollout.to_pylist(), turns.tolist(), columns.digest_values(digest), source.to_pylist(),
+        restart_only.to_pylist(), places,
         strict=True,
     )  # fmt: skip
-    for row, name, number, request, own, only, key, at in cells:
-        if key not in known:
-            if not is_key(key):
-                raise Damaged(f"{_Call(what, call_ids[row])}: {key!r:.200} is no key of a segment")
-            known[key] = key
-        found[row] = Identity(
-            rollout=name,
-            turn=number,
-            request_digest=request,
-            source_digest=own,
-            restart_only=only,
-            opened=RecordRef(known[key], at),
-        )
+    for row, identity in zip(rows, starmap(Identity, cells), strict=True):
+        found[row] = identity
     return found
 
 

@@ -10,7 +10,6 @@ Invariant:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -56,5 +55,5 @@ def read(column: pa.Array, identities: list[Identity | None], what: str) -> list
     for row, model_call, parent in cells:
         before = found[row]
         if before is not None and (model_call or parent != _NONE):
-            found[row] = replace(before, model_call=model_call, parent=CallId(parent))
+            found[row] = before._replace(model_call=model_call, parent=CallId(parent))
     return found

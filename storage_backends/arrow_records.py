@@ -262,11 +262,12 @@ class _Bodies:
         first, last = self._token_at[at], self._token_at[at + 1]
         try:
             body = _REQUEST_BODY.decode(text)
-            sampling, extra, asked = self._asked(bytes(body.sampling), bytes(body.extra))
+            asked = bytes(body.sampling), bytes(body.extra)
+            sampling, extra, content = self._known.get(asked) or self._read(*asked)
         except (ValueError, RecursionError, Damaged) as error:
             self._where.at = at
             raise Damaged(f"{self._where}: its request cannot be read: {error}") from error
-        self.digests[at] = request_digest_of(self._token_bytes[4 * first : 4 * last], asked)
+        self.digests[at] = request_digest_of(self._token_bytes[4 * first : 4 * last], content)
         return Request(
             rollout=body.rollout,
             turn=body.turn,
@@ -277,12 +278,10 @@ class _Bodies:
             extra=extra,
         )
 
-    def _asked(self, sampling: bytes, extra: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    def _read(self, sampling: bytes, extra: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
         """Two JSON objects and their asked_content(). The requests of a job are alike: each is parsed once a batch."""
-        known = self._known.get((sampling, extra))
-        if known is None:
-            first, second = (strict_json.parse(text.decode(), "a field") for text in (sampling, extra))
-            known = self._known[sampling, extra] = (first, second, asked_content(first, second))
+        first, second = (strict_json.parse(text.decode(), "a field") for text in (sampling, extra))
+        self._known[sampling, extra] = known = first, second, asked_content(first, second)
         return known
 
     def end(self, at: int, text: str) -> tuple[str, int | str | None]:

@@ -15,8 +15,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 import pyarrow as pa
@@ -75,7 +75,10 @@ class ArrowSegmentCodec:
         check_bytes(data, nbytes=len(data), crc32c=total, what=what)
         parts = arrow_file.split(data, what)
         types = _types_of_file(data, parts, what)
-        lengths = [n for _, group in arrow_file.read_groups(data, parts, RECORDS_PER_BATCH, what) for n in group]
+        groups = arrow_file.groups(data, parts, RECORDS_PER_BATCH, what)
+        for group in groups:
+            arrow_file.read_group(data, parts.schema, group, what)
+        lengths = [n for group in groups for n in group.lengths]
         infos = tuple(
             BatchInfo(frame.offset, frame.length, crc32c(_bytes_of(data, frame)), n_records)
             for frame, n_records in zip(parts.batches, lengths, strict=True)
@@ -83,23 +86,22 @@ class ArrowSegmentCodec:
         return SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos, wide=types)
 
     def decode(self, data: bytes, info: SegmentInfo | None) -> Records:
+        return Records.joined([part() for part in self.decode_parts(data, info)])
+
+    def decode_parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[Callable[[], Records]]:
         what = "a segment" if info is None else f"segment {info.key}"
         if info is not None:
             check_bytes(data, nbytes=info.nbytes, crc32c=info.crc32c, what=what)
         parts = arrow_file.split(data, what)
         types = _types_of_file(data, parts, what)
-        lengths: list[int] = []
-        read: list[Records] = []
-        for batch, group in arrow_file.read_groups(data, parts, RECORDS_PER_BATCH, what):
-            lengths += group
-            read.append(from_batch(batch, what))
-        records = Records.joined(read)
+        groups = arrow_file.groups(data, parts, RECORDS_PER_BATCH, what)
         if info is not None:
             told = [(batch.offset, batch.length, batch.n_records) for batch in info.batches]
+            lengths = [n for group in groups for n in group.lengths]
             found = [(f.offset, f.length, n) for f, n in zip(parts.batches, lengths, strict=True)]
             if told != found or types != info.wide:
                 raise Damaged(f"{what} is not divided into batches, or has not the wide columns, as recorded")
-        return records
+        return [partial(_read, data, parts.schema, group, what) for group in groups]
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         if not 0 <= batch < len(info.batches):
@@ -112,6 +114,10 @@ class ArrowSegmentCodec:
         if found.num_rows != told.n_records:
             raise Damaged(f"{what} has {found.num_rows} records where {told.n_records} were written")
         return from_batch(found, what)
+
+
+def _read(data: bytes, schema: arrow_file.Frame, group: arrow_file.Group, what: str) -> Records:
+    return from_batch(arrow_file.read_group(data, schema, group, what), what)
 
 
 def _types_of_file(data: bytes, parts: arrow_file.Parts, what: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Literal
 
@@ -66,6 +66,10 @@ class MixedSegmentCodec:
     def decode(self, data: bytes, info: SegmentInfo | None) -> Records:
         codec = _codec_of_bytes(data) if info is None else codec_of_key(info.key)
         return codec.decode(data, info)
+
+    def decode_parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[Callable[[], Records]]:
+        codec = _codec_of_bytes(data) if info is None else codec_of_key(info.key)
+        return codec.decode_parts(data, info)
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         return codec_of_key(info.key).decode_batch(data, info, batch)

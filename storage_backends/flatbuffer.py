@@ -14,11 +14,16 @@ two are the positions of its fields, 0 for one that is absent.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 RECORD_BATCH = 3
 _BUFFERS_MAX = 256
-_CLAIM = struct.Struct("<q")
+_UINT8, _UINT16, _INT32, _UINT32, _INT64 = (
+    struct.Struct(layout).unpack_from for layout in ("<B", "<H", "<i", "<I", "<q")
+)
+_Unpack = Callable[[bytes | memoryview, int], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +43,25 @@ class BatchShape:
     nbytes: int
 
 
-def _number(layout: str, data: bytes | memoryview, at: int) -> int:
+def _number(unpack: _Unpack, data: bytes | memoryview, at: int) -> int:
     if at < 0:
         raise ValueError("a position lies before the bytes")
-    return int(struct.unpack_from(layout, data, at)[0])
+    number: int = unpack(data, at)[0]
+    return number
 
 
 def _field(data: bytes, table: int, slot: int) -> int:
     """Position of a table's field, or 0 if it is absent."""
-    vtable = table - _number("<i", data, table)
+    vtable = table - _number(_INT32, data, table)
     entry = 4 + 2 * slot
-    if entry + 2 > _number("<H", data, vtable):
+    if entry + 2 > _number(_UINT16, data, vtable):
         return 0
-    distance = _number("<H", data, vtable + entry)
+    distance = _number(_UINT16, data, vtable + entry)
     return table + distance if distance else 0
 
 
 def _follow(data: bytes, at: int) -> int:
-    return at + _number("<I", data, at)
+    return at + _number(_UINT32, data, at)
 
 
 def message_shape(metadata: bytes) -> MessageShape:
@@ -64,41 +70,38 @@ def message_shape(metadata: bytes) -> MessageShape:
     kind, header, body = (_field(metadata, table, slot) for slot in (1, 2, 3))
     if not kind or not header:
         raise ValueError("the message has no header")
-    nbytes = _number("<q", metadata, body) if body else 0
+    nbytes = _number(_INT64, metadata, body) if body else 0
     if nbytes < 0:
         raise ValueError("the message has a body of negative length")
-    return MessageShape(_number("<B", metadata, kind), _follow(metadata, header), nbytes)
+    return MessageShape(_number(_UINT8, metadata, kind), _follow(metadata, header), nbytes)
 
 
-def batch_shape(metadata: bytes, body: memoryview) -> BatchShape:
-    """What a batch's metadata and the prefixes in its body say about the memory it takes."""
-    message = message_shape(metadata)
+def batch_shape(metadata: bytes, message: MessageShape, body: memoryview) -> BatchShape:
+    """What a batch's metadata, of that shape, and the prefixes in its body say about the memory it takes."""
     if message.kind != RECORD_BATCH:
         raise ValueError("the message is no record batch")
     rows, buffers, compression = (_field(metadata, message.header_at, slot) for slot in (0, 2, 3))
-    n_rows = _number("<q", metadata, rows) if rows else 0
+    n_rows = _number(_INT64, metadata, rows) if rows else 0
     if not buffers:
         return BatchShape(n_rows, 0)
     vector = _follow(metadata, buffers)
-    count = _number("<I", metadata, vector)
+    count = _number(_UINT32, metadata, vector)
     if count > _BUFFERS_MAX:
         raise ValueError(f"the batch has {count} buffers")
     numbers = struct.unpack_from(f"<{2 * count}q", metadata, vector + 4)
-    nbytes = 0
+    nbytes, end = 0, len(body)
     for offset, length in zip(numbers[::2], numbers[1::2], strict=True):
-        if offset < 0 or length < 0 or offset + length > len(body):
+        if offset < 0 or length < 0 or offset + length > end:
             raise ValueError("a buffer lies outside the batch")
-        nbytes += _becomes(body, offset, length) if compression else length
+        nbytes += _becomes(body, offset, length) if compression and length else length
     return BatchShape(n_rows, nbytes)
 
 
 def _becomes(body: memoryview, offset: int, length: int) -> int:
     """How long a compressed buffer says it is when decompressed; -1 marks one that is stored as it is."""
-    if length == 0:
-        return 0
     if length < 8:
         raise ValueError("a compressed buffer is too short")
-    claimed: int = _CLAIM.unpack_from(body, offset)[0]
+    claimed: int = _INT64(body, offset)[0]
     if claimed < -1:
         raise ValueError("a compressed buffer claims a negative length")
     return length - 8 if claimed == -1 else claimed

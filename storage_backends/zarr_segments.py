@@ -18,8 +18,9 @@ zarr itself is not needed to read or write: the tests hold the two against each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -95,6 +96,9 @@ class ZarrSegmentCodec:
         return SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos, wide=layout.types)
 
     def decode(self, data: bytes, info: SegmentInfo | None) -> Records:
+        return Records.joined([part() for part in self.decode_parts(data, info)])
+
+    def decode_parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[Callable[[], Records]]:
         what = "a segment" if info is None else f"segment {info.key}"
         if info is not None:
             check_bytes(data, nbytes=info.nbytes, crc32c=info.crc32c, what=what)
@@ -104,8 +108,7 @@ class ZarrSegmentCodec:
             found = [(batch.begin, batch.stop - batch.begin, batch.n_records) for batch in batches]
             if told != found or layout.types != info.wide:
                 raise Damaged(f"{what} is not divided into batches, or has not the wide columns, as recorded")
-        read = (zarr_batches.read_columns(batch.runs, batch.n_records, layout, what) for batch in batches)
-        return Records.joined([from_batch(from_columns(columns, layout.types, what), what) for columns in read])
+        return [partial(_read, batch, layout, what) for batch in batches]
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         if not 0 <= batch < len(info.batches):
@@ -117,6 +120,11 @@ class ZarrSegmentCodec:
         runs = zarr_batches.runs_of(zarr_zip.read_run(data, what), batch, info.wide, what)
         columns = zarr_batches.read_columns(runs, told.n_records, None, what)
         return from_batch(from_columns(columns, info.wide, what), what)
+
+
+def _read(batch: _Batch, layout: Layout, what: str) -> Records:
+    columns = zarr_batches.read_columns(batch.runs, batch.n_records, layout, what)
+    return from_batch(from_columns(columns, layout.types, what), what)
 
 
 def _open(data: bytes, what: str) -> tuple[Layout, list[_Batch]]:

@@ -10,7 +10,8 @@ import base64
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,10 @@ class PlainSegments:
         if info is not None and (len(data) != info.nbytes or zlib.crc32(data) != info.crc32c):
             raise DigestMismatch(f"{info.key} is not what was written")
         return Records.of([_record_from_json(value) for value in json.loads(data)])
+
+    def decode_parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[Callable[[], Records]]:
+        """One record at a time."""
+        return [partial(Records.of, [record]) for record in self.decode(data, info)]
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         return self.decode(data, info)

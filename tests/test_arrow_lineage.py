@@ -21,7 +21,7 @@ def rows() -> list[LedgerRow]:
     """Three calls, the second with a parent, the third not said again."""
     first, second, third = sample_rows()
     assert second.identity is not None
-    own = replace(second.identity, model_call=7, parent=PARENT)
+    own = second.identity._replace(model_call=7, parent=PARENT)
     return [first, replace(second, identity=own), replace(third, identity=None)]
 
 

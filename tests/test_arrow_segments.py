@@ -321,7 +321,7 @@ def test_claimed_sizes_are_bounded_before_anything_is_allocated() -> None:
     batch = segment.info.batches[0]
     part = bytearray(segment.data[batch.offset : batch.offset + batch.length])
     metadata = bytes(part[8 : 8 + int.from_bytes(part[4:8], "little")])
-    before = flatbuffer.batch_shape(metadata, memoryview(part)[8 + len(metadata) :])
+    before = flatbuffer.batch_shape(metadata, flatbuffer.message_shape(metadata), memoryview(part)[8 + len(metadata) :])
     assert 0 < before.nbytes < 10_000 and before.n_rows == 5
     body = 8 + len(metadata)
     part[body : body + 8] = (1 << 40).to_bytes(8, "little")

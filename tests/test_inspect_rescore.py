@@ -15,6 +15,7 @@ from recovery.errors import ConfigError
 from recovery.log_reading import find_tail, walk_back
 from recovery.reading import read_transcripts
 from recovery.snapshots import Snapshot, load
+from recovery.transcripts import Transcript
 from snapshot_inspect import rescore
 from snapshot_inspect.call_documents import rescored
 from storage_backends import open_store
@@ -72,10 +73,11 @@ def test_l6_what_was_stored_is_what_the_engine_scores(engine: Any, on_loop: OnLo
         assert document["largest"] == by_name["changed"].largest and json.dumps(document, allow_nan=False)
         jsonschema.validate(document, SCHEMA["properties"]["rescored"])
         one = found[0]
-        transcript = dataclasses.replace(
-            read_transcripts(store, ArrowSegmentCodec(), ledger, entries)[entries[0].call_id],
-            logprobs=np.full(one.n_tokens, np.nan, np.float32),
-        )
+        stored = read_transcripts(store, ArrowSegmentCodec(), ledger, entries)[entries[0].call_id]
+        at = [(tokens, -1, mask) for tokens, _, mask in (stretch.at for stretch in stored.stretches)]
+        pairs = zip(stored.stretches, at, strict=True)
+        transcript = Transcript(stored.request, [stretch._replace(at=places) for stretch, places in pairs])
+        assert np.isnan(transcript.logprobs).all() and len(transcript.logprobs) == one.n_tokens
         (none,) = await rescore.rescore_on(engine, entries[:1], {entries[0].call_id: transcript})
         assert none.largest is None and none.skipped
 

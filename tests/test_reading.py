@@ -172,13 +172,13 @@ def test_a_request_that_is_not_the_recorded_one_is_named(world: tuple) -> None:
     entry = ledger.get(name("a"))
     good = entry.identity
     for wrong in (
-        replace(good, request_digest=b"x" * 16),
-        replace(good, opened=replace(good.opened, index=1)),
-        replace(good, opened=replace(good.opened, index=2)),
+        good._replace(request_digest=b"x" * 16),
+        good._replace(opened=replace(good.opened, index=1)),
+        good._replace(opened=replace(good.opened, index=2)),
     ):
         entry.identity = wrong
         with pytest.raises(DigestMismatch, match=r"is not the request of call .* \(a\)"):
             read_transcripts(store, CODEC, ledger, [entry])
-    entry.identity = replace(good, opened=replace(good.opened, index=9))
+    entry.identity = good._replace(opened=replace(good.opened, index=9))
     with pytest.raises(Damaged, match="has 4 records; the request of call"):
         read_transcripts(store, CODEC, ledger, [entry])

@@ -194,6 +194,8 @@ class SegmentConformance:
         assert codec.describe(info.key, segment.data) == info
         assert [plain(record) for record in codec.decode(segment.data, info)] == expected
         assert [plain(record) for record in codec.decode(segment.data, None)] == expected
+        parts = codec.decode_parts(segment.data, info)
+        assert [plain(record) for part in parts for record in part()] == expected
         found: list[Any] = []
         for number, batch in enumerate(info.batches):
             part = segment.data[batch.offset : batch.offset + batch.length]

@@ -175,7 +175,7 @@ class Group:
         at = self.moved.get(entry.identity.opened)
         if not isinstance(at, OpenedAt):
             return entry.identity
-        return dataclasses.replace(entry.identity, opened=at.identity.opened)
+        return entry.identity._replace(opened=at.identity.opened)
 
     def chunks(self, entry: Entry) -> Iterator[ChunkRef]:
         """The chunks of a call, with the places where they lie now."""
