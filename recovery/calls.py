@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -204,6 +204,9 @@ class CallTable:
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    def __iter__(self) -> Iterator[LiveCall]:
+        return iter(self._calls.values())
 
     def get(self, call_id: CallId) -> LiveCall | None:
         return self._calls.get(call_id)

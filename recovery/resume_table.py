@@ -178,6 +178,7 @@ SAMPLING: Mapping[str, Row] = {
 }
 """Public fields of SamplingParams."""
 
+_GRAMMAR_BEGINS = "with structured outputs, where their grammar begins is not kept; without them nothing looks at it"
 _ENGINE_ONLY = "about scheduling, caching or tracing; changes no value"
 
 DRAWS = "draws"
@@ -215,8 +216,8 @@ REQUEST: Mapping[str, Row] = {
     "lora_path": _restart(
         "the adapter is no folder here, and what it holds is not known", "load it from a local folder"
     ),
-    "reasoning_ended": _restart("it is about where a grammar begins", _LEAVE_OUT),
-    "reasoning_parser_kwargs": _restart("it is about where a grammar begins", _LEAVE_OUT),
+    "reasoning_ended": _restart(_GRAMMAR_BEGINS, _LEAVE_OUT),
+    "reasoning_parser_kwargs": _restart(_GRAMMAR_BEGINS, _LEAVE_OUT),
 }
 """Arguments of `generate`, what a prompt or `extra_args` may carry, and what an engine adds to every request."""
 

@@ -12,6 +12,8 @@ Races: rounds of two coordinator processes of which one is stopped and woken (ra
 
 RL kills: the example examples/rl is killed at random (rl_soak.py).
 
+Server kills: the OpenAI server is killed at random under clients that want whole messages (server_soak.py).
+
 Parity: calls of every kind are cut and carried on (parity.py): in float32, in bfloat16 with the bit-exact settings,
 and, to be told and not to be judged, in bfloat16 without them.
 
@@ -48,6 +50,7 @@ from tests.job_processes import JobProcess, run, running, wait_until
 from tests.racing import Place, race
 from tests.rl_soak import kill_trainers
 from tests.schedules import run_schedules
+from tests.server_soak import kill_servers
 
 KILLS_PER_JOB = 12
 _SHORTEST_START_S, _LONGEST_START_S = 1.0, 14.0
@@ -281,6 +284,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50, help="of jobs; 0: none")
     parser.add_argument("--races", type=int, default=100, help="rounds of two coordinators; 0: none")
     parser.add_argument("--rl-kills", type=int, default=10, help="of the trainer of examples/rl; 0: none")
+    parser.add_argument("--server-kills", type=int, default=5, help="of the OpenAI server under clients; 0: none")
     parser.add_argument("--schedules", type=int, default=10_000, help="of the protocol simulation; 0: none")
     parser.add_argument("--parity", type=int, default=232, help="cut calls that are carried on; 0: none")
     parser.add_argument("--rollouts", type=int, default=10_000, help="schedules of a rollout; 0: none")
@@ -298,6 +302,7 @@ def main() -> int:
         ("kills", kill_jobs, arguments.kills),
         ("races", race_coordinators, arguments.races),
         ("rl", kill_trainers, arguments.rl_kills),
+        ("servers", kill_servers, arguments.server_kills),
         ("parity", compare_cut_calls, arguments.parity),
     )
     for name, part, n in parts:

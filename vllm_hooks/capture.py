@@ -35,6 +35,12 @@ from vllm_hooks.outputs import Assembly
 from vllm_hooks.position import Position
 from vllm_hooks.pull import Pulled, PullReader, can_pull
 
+ABOUT_GRAMMAR = ("reasoning_ended", "reasoning_parser_kwargs")
+"""Arguments that the engine looks at for structured outputs alone; the server sends them with every chat."""
+
+REPLAYED_AT_ONCE = 16
+"""Saved tokens that a caller is given before the loop may do something else."""
+
 
 class RecoverableEngine:
     """An engine with the same `generate`, whose calls survive the process.
@@ -42,16 +48,19 @@ class RecoverableEngine:
     Args:
         engine: a vLLM AsyncLLM (or anything with its `generate`).
         session: what captured tokens go to. If its mode is `off`, the engine itself is returned.
+        replays: a stream of deltas that is carried on begins with the saved tokens one by one, as they came, and not
+            with one delta of all of them: for parsers that expect little of a delta.
 
     `request_id` names the call across processes: the same id with the same prompt and sampling after a crash is the
     same call, and is carried on from its saved tokens. Everything else is delegated to the engine.
     """
 
-    def __new__(cls, engine: Any, session: Capturing) -> Any:
+    def __new__(cls, engine: Any, session: Capturing, *, replays: bool = False) -> Any:
         return super().__new__(cls) if session.capturing else engine
 
-    def __init__(self, engine: Any, session: Capturing) -> None:
+    def __init__(self, engine: Any, session: Capturing, *, replays: bool = False) -> None:
         self._engine = engine
+        self._replays = replays
         self._session = session
         self._tokenizer = surface.tokenizer_of(engine)
         self._stop = session.unresumable.rules(surface.stop_rules(engine))
@@ -167,7 +176,10 @@ class RecoverableEngine:
     def _set_of(params: Any, arguments: dict[str, Any]) -> list[str]:
         """What asks for something beside the sampling fields."""
         extra = params.extra_args or {}
-        given = [name for name, value in arguments.items() if value not in (None, 0, False, {})]
+        about_grammar = () if params.structured_outputs is not None else ABOUT_GRAMMAR
+        given = [
+            name for name, value in arguments.items() if value not in (None, 0, False, {}) and name not in about_grammar
+        ]
         return [*given, *(name for name in extra if name.endswith("_transfer_params"))]
 
     async def _captured(
@@ -188,13 +200,17 @@ class RecoverableEngine:
         )
         if len(call.transcript_ids) and params.prompt_logprobs is not None:
             assembly.prompt_logprobs = await self._of_the_prompt(engine_input, params, request_id, arguments)
-        if call.ended is not None:
-            yield assembly.finished(call.ended.finish_reason, call.ended.stop_reason)
-            return
+        replays = self._replays and surface.is_delta(params)
         plan = self._plan(call)
-        ended = self._ended_by(plan, assembly)
-        if ended is not None:
+        ended = (call.ended.finish_reason, call.ended.stop_reason) if call.ended else self._ended_by(plan, assembly)
+        if ended is not None and call.ended is None:
             await session.terminal(call, *ended)
+        n_replayed = max(0, len(call.transcript_ids) - (ended is not None)) if replays else 0
+        for n, output in enumerate(assembly.replay(n_replayed), start=1):
+            yield output
+            if n % REPLAYED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if ended is not None:
             yield assembly.finished(*ended)
             return
         if isinstance(plan, resume.Resume):

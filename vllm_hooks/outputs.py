@@ -6,7 +6,7 @@ Does not know: buffers, sessions, stores.
 Invariants:
 1. What the caller did not ask for is not there: no logprobs, no text without detokenize (case L4).
 2. A resumed call looks like one that was never interrupted: original prompt, all tokens, all logprobs, whole text,
-   one cumulative logprob; a DELTA caller gets the prefix as its first delta.
+   one cumulative logprob; a DELTA caller gets the prefix as its first delta, or, replayed, token by token as it came.
 3. The last output is the engine's object with its own finish and stop reason, unless the call ended by something that
    only its whole text or all its tokens show: a stop string or a repetition that began before the cut.
 """
@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recovery.transcripts import ColumnRun
@@ -60,10 +60,12 @@ class Assembly:
         self._unsent = len(self._ids)
         self._detokenizer = None
         self._undecoded: list[int] = []
+        self._replayed_text = ""
         self._repetition = getattr(params, "repetition_detection", None) if self._resumed else None
         self._min_tokens = int(params.min_tokens)
         if self._resumed:
-            self._detokenizer = surface.detokenizer(tokenizer, params, prompt_ids, request_id)
+            self._new_detokenizer = lambda: surface.detokenizer(tokenizer, params, prompt_ids, request_id)
+            self._detokenizer = self._new_detokenizer()
             self._undecoded = list(self._ids)
             if self._wants_logprobs:
                 self._entries = top_logprobs.Entries(params, tokenizer)
@@ -80,6 +82,21 @@ class Assembly:
         if stop is not None:
             return "stop", stop
         return REPETITION if self._repeats(len(self._ids)) else None
+
+    def replay(self, n_tokens: int) -> Iterator[Any]:
+        """The deltas of the first saved tokens, each as the engine gave it; of a DELTA caller, before anything else."""
+        if not n_tokens:
+            return
+        assert self._delta and self._resumed
+        detokenizer, cumulative = self._new_detokenizer(), 0.0
+        for at, token in enumerate(self._ids[:n_tokens], start=1):
+            detokenizer.update([token], False)
+            text = detokenizer.get_next_output_text(False, True)
+            self._replayed_text += text
+            self._unsent = len(self._ids) - at
+            entries = None if self._entries is None else self._entries.fresh(1)
+            cumulative += sum(surface.sampled_logprobs([token], entries) or ())
+            yield self._output([token], text, entries, cumulative if entries is not None else None)
 
     def settle(self, output: Any) -> bool:
         """Look for what ends a resumed call across the joint. True: `output` is its last one, and trimmed.
@@ -129,7 +146,7 @@ class Assembly:
         completion = output.outputs[0]
         fresh = list(completion.token_ids)
         if self._detokenizer is not None:
-            text = self._detokenizer.get_next_output_text(output.finished, True)
+            text = self._after_the_replayed(self._detokenizer.get_next_output_text(output.finished, True))
         else:
             self._ids.extend(fresh)
             text = completion.text
@@ -151,9 +168,9 @@ class Assembly:
             if self._entries is not None:
                 completion.cumulative_logprob = self._entries.cumulative
         if self._delta:
-            first = self._unsent
-            self._unsent = 0
-            completion.token_ids = self._ids[:first] + fresh if first else fresh
+            first, self._unsent = self._unsent, 0
+            n_before = len(self._ids) - len(fresh)
+            completion.token_ids = self._ids[n_before - first : n_before] + fresh if first else fresh
             completion.text = text
             if self._resumed:
                 output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
@@ -173,28 +190,40 @@ class Assembly:
             return self._entries.all
         return self._logprobs[:] if self._wants_logprobs else None
 
+    def _after_the_replayed(self, text: str) -> str:
+        """A detokenizer's next text, without what of it was replayed."""
+        n_known, self._replayed_text = len(self._replayed_text), ""
+        return text[n_known:]
+
     def finished(self, finish_reason: str, stop_reason: int | str | None) -> Any:
         """The last output of a call whose tokens all were saved: the engine is not asked again."""
-        from vllm.outputs import CompletionOutput, RequestOutput
-
         text = ""
         if self._detokenizer is not None:
             self._feed([], by_token=finish_reason == "stop" and not isinstance(stop_reason, str))
-            text = self._detokenizer.get_next_output_text(True, True)
-        completion = CompletionOutput(
-            index=0,
-            text=self._text + text,
-            token_ids=list(self._ids),
-            cumulative_logprob=self._entries.cumulative if self._entries is not None else None,
-            logprobs=self._all_logprobs(),
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-        )
+            text = self._after_the_replayed(self._detokenizer.get_next_output_text(True, True))
+        replayed = self._unsent < len(self._ids)
+        ids = self._ids[len(self._ids) - self._unsent :] if replayed else list(self._ids)
+        logprobs = self._entries.fresh() if replayed and self._entries is not None else self._all_logprobs()
+        cumulative = self._entries.cumulative if self._entries is not None else None
+        output = self._output(ids, self._text + text, logprobs, cumulative)
+        output.outputs[0].finish_reason, output.outputs[0].stop_reason = finish_reason, stop_reason
+        output.finished = True
+        return output
+
+    def _output(self, ids: list[int], text: str, logprobs: Any, cumulative: float | None) -> Any:
+        """An output of our own making, not the last one; a stream has the prompt's logprobs once."""
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        prompt_logprobs = self.prompt_logprobs
+        if self._delta:
+            self.prompt_logprobs = None
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt_text,
             prompt_token_ids=self._prompt_ids,
-            prompt_logprobs=self.prompt_logprobs,
-            outputs=[completion],
-            finished=True,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[
+                CompletionOutput(index=0, text=text, token_ids=ids, cumulative_logprob=cumulative, logprobs=logprobs)
+            ],
+            finished=False,
         )

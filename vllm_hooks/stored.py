@@ -4,7 +4,7 @@ Owns: reading the ledger and the segments for those who write results.
 Does not know: what is captured, when anything is published.
 
 Invariants:
-1. Nothing here runs on the event loop but `entries` and `history`: the others read the store.
+1. Nothing here runs on the event loop but `entries`, `entry` and `history`: the others read the store.
 2. Without a store (mode off) there are no calls, and nobody to be fenced by.
 """
 
@@ -37,6 +37,10 @@ class StoredCalls:
     def entries(self) -> list[Entry]:
         """All calls that the ledger has."""
         return list(self._ledger)
+
+    def entry(self, call_id: CallId) -> Entry | None:
+        """What the ledger has of a call."""
+        return self._ledger.get(call_id)
 
     def history(self, call_id: CallId) -> tuple[Restore, ...]:
         """What restores did to a call, as published."""

@@ -191,6 +191,13 @@ def is_final_only(params: Any) -> bool:
     return bool(params.output_kind == RequestOutputKind.FINAL_ONLY)
 
 
+def is_delta(params: Any) -> bool:
+    """Whether the caller wants each output without what it got before."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return bool(params.output_kind == RequestOutputKind.DELTA)
+
+
 def prompt_only_params(params: Any) -> Any:
     """For the logprobs of the prompt alone, of a call with saved tokens: one token is generated and thrown away."""
     from vllm import SamplingParams
@@ -296,6 +303,12 @@ def detokenizer(tokenizer: Any | None, params: Any, prompt_ids: Sequence[int], r
         prompt_is_token_ids=None,
     )
     return IncrementalDetokenizer.from_new_request(tokenizer if params.detokenize else None, request)
+
+
+def api_process(engine: Any) -> tuple[int, int]:
+    """Which of how many API server processes of one launcher this is; the first, of one, where there is no launcher."""
+    config = engine.vllm_config.parallel_config
+    return getattr(config, "_api_process_rank", 0), getattr(config, "_api_process_count", 1)
 
 
 def is_engine_dead(error: BaseException) -> bool:

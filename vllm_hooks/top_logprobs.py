@@ -129,10 +129,11 @@ class Entries:
         """So far, in the container that was asked for; a copy."""
         return self._processor.logprobs[:]
 
-    def fresh(self) -> Any:
-        """Those that this did not give before."""
-        first, self._n_given = self._n_given, len(self._processor.logprobs)
-        return self._processor.logprobs[first:]
+    def fresh(self, n_most: int | None = None) -> Any:
+        """Those that this did not give before, of all so far or of the next `n_most`."""
+        first, n = self._n_given, len(self._processor.logprobs)
+        self._n_given = n if n_most is None else min(n, first + n_most)
+        return self._processor.logprobs[first : self._n_given]
 
 
 def extend(logprobs: Any, more: Any) -> None:

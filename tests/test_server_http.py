@@ -1,0 +1,488 @@
+"""vllm_hooks/server_*.py without a server: the layer around a handler of its own kind, on a real session and store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recovery.config import CheckpointingConfig
+from recovery.errors import ConfigError, Damaged, Fenced
+from recovery.model import Request
+from recovery.resume import StopRules
+from vllm_hooks import server_claims as claims
+from vllm_hooks.server_attempts import Attempts
+from vllm_hooks.server_engine import AttemptEngine, attempt_of_name
+from vllm_hooks.server_http import RecoveryLayer
+from vllm_hooks.server_plugin import CONFIG, SET, RecoveryEndpoints, config_of
+from vllm_hooks.session import RecoverySession
+
+STOP = StopRules((), 4096)
+CHAT = "/v1/chat/completions"
+LONGEST_S = 300.0
+
+
+class Engine:
+    """A captured engine: `n_tokens` tokens counting up, one for each permission it is given."""
+
+    def __init__(self, session: RecoverySession, n_tokens: int) -> None:
+        self.session, self.n_tokens = session, n_tokens
+        self.permits = asyncio.Semaphore(0)
+        self.aborted: list[str] = []
+        self._running: dict[str, bool] = {}
+
+    def allow(self, n: int = 1) -> None:
+        for _ in range(n):
+            self.permits.release()
+
+    async def abort(self, name: str) -> None:
+        self.aborted.append(name)
+        self._running[name] = False
+        self.allow()
+
+    async def generate(self, prompt: list[int], params: Any, name: str) -> AsyncIterator[list[int]]:
+        request = Request(
+            rollout=name,
+            prompt_token_ids=np.asarray(prompt, np.int32),
+            sampling={"temperature": 0.0},
+            source_digest=self.session.source_digests.get(name, ""),
+        )
+        call = await self.session.admit(request, STOP)
+        self._running[name] = True
+        try:
+            if len(call.transcript_ids):
+                yield list(call.transcript_ids)
+            while call.n_tokens < self.n_tokens:
+                await self.permits.acquire()
+                if not self._running[name]:
+                    return
+                self.session.captured(call, [call.n_tokens], None)
+                yield [call.n_tokens - 1]
+            await self.session.terminal(call, "length", None)
+        finally:
+            self.session.left(call)
+
+
+class Client:
+    """One HTTP exchange with an ASGI application."""
+
+    def __init__(self, app: Any, body: Any, *, path: str = CHAT, method: str = "POST", **headers: str) -> None:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.half = len(raw) // 2
+        self._parts = [
+            {"type": "http.request", "body": raw[: self.half], "more_body": True},
+            {"type": "http.request", "body": raw[self.half :], "more_body": False},
+        ]
+        self.left, self.grown = asyncio.Event(), asyncio.Event()
+        self.status, self.headers, self.body, self.over = 0, {}, b"", False  # type: int, dict[str, str], bytes, bool
+        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": method, "path": path, "headers": pairs, "root_path": ""}
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        if self._parts:
+            return self._parts.pop(0)
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        assert not self.over, "something was sent after the end"
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            self.body += message["body"]
+            self.over = not message.get("more_body", False)
+        self.grown.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self.events if isinstance(event, list) for token in event]
+
+    @property
+    def events(self) -> list[Any]:
+        return [json.loads(line[len("data: ") :]) for line in self.body.decode().split("\n\n") if line]
+
+    @property
+    def code(self) -> str:
+        """Of the error that it got, as its last event or as its whole answer."""
+        last = self.events[-1] if self.body.startswith(b"data") else json.loads(self.body)
+        return str(last["error"]["code"])
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self.grown.clear()
+            await asyncio.wait_for(self.grown.wait(), LONGEST_S)
+
+    async def answer(self) -> Client:
+        await asyncio.wait_for(self.task, LONGEST_S)
+        return self
+
+
+class Served:
+    """A layer around a handler, on one session. `handler` is told what it was given."""
+
+    def __init__(self, store: Path, keep: int, n_tokens: int, **block: Any) -> None:
+        config = CheckpointingConfig(enabled=True, store=str(store), **block)
+        self.session = RecoverySession.open(config, must={}, stop=STOP)
+        self.keep, self.n_tokens = keep, n_tokens
+        self.given: list[tuple[dict[str, Any], bytes]] = []
+        self.lazy = False
+
+    async def __aenter__(self) -> Served:
+        self.session.start()
+        self.attempts = Attempts(self.session, self.keep)
+        self.captured = Engine(self.session, self.n_tokens)
+        bare = SimpleNamespace(generate=self._bare, errored=False)
+        self.engine = AttemptEngine(bare, self.captured, self.session, self.attempts.records)
+        self.app = RecoveryLayer(self._handler, self)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self, layer: RecoveryLayer) -> None:
+        """It is alone."""
+
+    async def stop(self) -> None:
+        await self.session.stop()
+
+    async def _bare(self, prompt: Any, params: Any, name: str) -> AsyncIterator[list[int]]:
+        yield [-1]
+
+    async def _handler(self, scope: Any, receive: Any, send: Any) -> None:
+        """As vLLM's: the body is read, the engine is asked, a stream is sent as it comes, and a leaving client seen."""
+        raw, more = b"", True
+        while more:
+            message = await receive()
+            raw, more = raw + message["body"], message["more_body"]
+        self.given.append((scope, raw))
+        body = json.loads(raw)
+        params = SimpleNamespace(extra_args=body.get("vllm_xargs"), clone=lambda: SimpleNamespace())
+        stream = self.engine.generate(body["prompt"], params, "chatcmpl-1")
+        if body.get("mistake"):
+            await send({"type": "http.response.start", "status": 400, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+            return
+        serving = asyncio.ensure_future(self._send(stream, body.get("stream"), send))
+        leaving = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not self.lazy:
+                serving.cancel()  # a lazy one leaves its task behind, as merged streams of several prompts do
+        if serving.done() and not serving.cancelled():
+            serving.result()
+
+    async def _send(self, stream: Any, streamed: bool, send: Any) -> None:
+        kind = b"text/event-stream; charset=utf-8" if streamed else b"application/json"
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]}
+        tokens: list[int] = []
+        if streamed:
+            await send(start)
+        async for fresh in stream:
+            tokens += fresh
+            if streamed:
+                event = f"data: {json.dumps(fresh)}\n\n".encode()
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        if not streamed:
+            await send(start)
+        await send({"type": "http.response.body", "body": b"" if streamed else json.dumps(tokens).encode()})
+
+
+@asynccontextmanager
+async def served(store: Path, keep: int = 100, n_tokens: int = 6, **block: Any) -> AsyncIterator[Served]:
+    async with Served(store, keep, n_tokens, **block) as one:
+        yield one
+
+
+def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    def run(tmp_path: Path) -> None:
+        asyncio.run(asyncio.wait_for(test(tmp_path), LONGEST_S))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+ASK = {"prompt": [1, 2], "stream": True}
+
+
+@on_loop
+async def test_a_request_without_an_attempt_is_handed_on_as_it_came(tmp_path: Path) -> None:
+    async with served(tmp_path / "s") as one:
+        raw = b'{"prompt": [1],  "stream": true, "note": "attempt_id"}'
+        client = await Client(one.app, raw, content_type="application/json").answer()
+        assert client.tokens == [-1]
+        assert claims.HEADER not in client.headers
+        scope, given = one.given[0]
+        assert given == raw
+        assert scope["headers"] == [(b"content-type", b"application/json")]
+        assert one.attempts.status()["tokens_captured"] == 0
+        broken = Client(one.app, b"{", x_attempt_id="a")
+        with pytest.raises(json.JSONDecodeError):  # the handler's own
+            await broken.answer()
+
+
+@on_loop
+async def test_header_and_argument_name_one_attempt(tmp_path: Path) -> None:
+    async with served(tmp_path / "s") as one:
+        one.captured.allow(6)
+        first = await Client(one.app, ASK, x_attempt_id="a").answer()
+        again = await Client(one.app, {**ASK, "stream": False, "vllm_xargs": {"attempt_id": "a"}}).answer()
+        assert first.tokens == list(range(6))
+        assert first.headers[claims.HEADER] == "a"
+        assert json.loads(again.body) == first.tokens
+        assert (b"x-request-id", b"a") in one.given[0][0]["headers"]
+        assert one.attempts.describe("a") == {
+            "attempt": "a",
+            "state": "ended",
+            "calls": [{"name": "attempt-a-0", "n_tokens": 6, "finish_reason": "length", "resumed_at": []}],
+        }
+
+
+@on_loop
+async def test_the_newer_of_two_streams_is_served(tmp_path: Path) -> None:
+    async with served(tmp_path / "s") as one:
+        first = Client(one.app, ASK, x_attempt_id="a")
+        one.captured.allow(2)
+        await first.until(lambda: len(first.tokens) == 2)
+        assert one.attempts.describe("a")["state"] == "connected"
+        second = Client(one.app, ASK, x_attempt_id="a")
+        await first.answer()
+        assert first.code == "attempt_taken_over"
+        one.captured.allow(4)
+        assert (await second.answer()).tokens == list(range(6))
+        assert one.attempts.status()["tokens_captured"] == 6
+
+
+@on_loop
+async def test_the_newest_of_many_is_served_and_all_others_are_told(tmp_path: Path) -> None:
+    """Not streamed, so that nothing was said before: each is told in its status, and told not to try again."""
+    async with served(tmp_path / "s") as one:
+        clients = [Client(one.app, {**ASK, "stream": False}, x_attempt_id="a") for _ in range(5)]
+        for client in clients[:-1]:
+            await client.answer()
+            assert (client.status, client.code) == (409, "attempt_taken_over")
+            assert client.headers["x-should-retry"] == "false"
+        one.captured.allow(6)
+        assert json.loads((await clients[-1].answer()).body) == list(range(6))
+
+
+@on_loop
+async def test_a_successor_waits_for_what_a_handler_left_running(tmp_path: Path) -> None:
+    """A task of the first handler still waits for the engine: its request is aborted, and no token is doubled."""
+    async with served(tmp_path / "s") as one:
+        one.lazy = True
+        first = Client(one.app, ASK, x_attempt_id="a")
+        one.captured.allow(2)
+        await first.until(lambda: len(first.tokens) == 2)
+        second = Client(one.app, ASK, x_attempt_id="a")
+        await first.answer()
+        assert one.captured.aborted == ["attempt-a-0"]
+        one.captured.allow(6)
+        assert (await second.answer()).tokens == list(range(6))
+
+
+@on_loop
+async def test_a_client_that_leaves_loses_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path / "s") as one:
+        first = Client(one.app, ASK, x_attempt_id="a")
+        one.captured.allow(3)
+        await first.until(lambda: len(first.tokens) == 3)
+        first.left.set()
+        await first.answer()
+        assert one.attempts.describe("a")["state"] == "interrupted"
+        one.captured.allow(3)
+        assert (await Client(one.app, ASK, x_attempt_id="a").answer()).tokens == list(range(6))
+        assert one.attempts.status()["tokens_captured"] == 6
+
+
+@on_loop
+async def test_a_client_that_leaves_in_its_body_is_nobody(tmp_path: Path) -> None:
+    async with served(tmp_path / "s") as one:
+        client = Client(one.app, ASK, x_attempt_id="a")
+        client._parts.pop()
+        client.left.set()
+        await client.answer()
+        assert not one.given and client.status == 0
+
+
+@on_loop
+async def test_an_attempt_is_one_request_of_one_key_in_every_life(tmp_path: Path) -> None:
+    async with served(tmp_path / "s") as one:
+        one.captured.allow(6)
+        await Client(one.app, ASK, x_attempt_id="a", authorization="Bearer ada").answer()
+    async with served(tmp_path / "s") as two:
+        for key, body, code in (
+            ("Bearer bob", ASK, "attempt_of_another_key"),
+            ("", ASK, "attempt_of_another_key"),
+            ("Bearer ada", {**ASK, "prompt": [1, 3]}, "attempt_of_another_request"),
+            ("Bearer ada", {**ASK, "temperature": 0.5}, "attempt_of_another_request"),
+        ):
+            refused = await Client(two.app, body, x_attempt_id="a", authorization=key).answer()
+            assert refused.code == code
+            assert refused.headers["x-should-retry"] == "false"
+        answer = await Client(two.app, ASK, x_attempt_id="a", authorization="Bearer ada").answer()
+        assert answer.tokens == list(range(6)), "from the store: the engine had no permission"
+        assert two.attempts.status()["tokens_captured"] == 0
+        stored = b"".join(path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file())
+        assert b"ada" not in stored
+
+
+@on_loop
+async def test_what_was_never_served_does_not_keep_its_id(tmp_path: Path) -> None:
+    async with served(tmp_path / "s") as one:
+        mistaken = await Client(one.app, {**ASK, "mistake": True}, x_attempt_id="a").answer()
+        assert mistaken.status == 400
+        one.captured.allow(6)
+        assert (await Client(one.app, ASK, x_attempt_id="a").answer()).tokens == list(range(6))
+
+
+@on_loop
+async def test_only_so_many_idle_attempts_are_kept_and_the_store_forgets_the_others(tmp_path: Path) -> None:
+    async with served(tmp_path / "s", keep=2) as one:
+        one.captured.allow(100)
+        for name in "abcd":
+            await Client(one.app, {**ASK, "prompt": [ord(name)]}, x_attempt_id=name).answer()
+        assert [name for name in "abcd" if one.attempts.describe(name)] == ["c", "d"]
+    async with served(tmp_path / "s", keep=2) as two:
+        assert [name for name in "abcd" if two.attempts.describe(name)] == ["c", "d"]
+        two.captured.allow(6)
+        await Client(two.app, {**ASK, "prompt": [5]}, x_attempt_id="e").answer()
+    async with served(tmp_path / "s", keep=2) as three:
+        assert {attempt_of_name(e.identity.rollout) for e in three.session.stored.entries()} == {"d", "e"}
+
+
+@on_loop
+async def test_an_owner_asks_and_forgets(tmp_path: Path) -> None:
+    async with served(tmp_path / "s") as one:
+        path = "/v1/recovery/attempts/a%2F1"
+        unknown = await Client(one.app, b"", path=path, method="GET").answer()
+        assert (unknown.status, unknown.code) == (404, "attempt_unknown")
+        first = Client(one.app, ASK, x_attempt_id="a/1", authorization="Bearer ada")
+        one.captured.allow(1)
+        await first.until(lambda: len(first.tokens) == 1)
+        busy = await Client(one.app, b"", path=path, method="DELETE", authorization="Bearer ada").answer()
+        assert (busy.status, busy.code) == (409, "attempt_connected")
+        one.captured.allow(5)
+        await first.answer()
+        other = await Client(one.app, b"", path=path, method="DELETE").answer()
+        assert (other.status, other.code) == (403, "attempt_of_another_key")
+        done = await Client(one.app, b"", path=path, method="DELETE", authorization="Bearer ada").answer()
+        assert done.status == 200 and one.attempts.describe("a/1") is None
+
+
+@on_loop
+async def test_a_server_that_may_not_store_says_so_and_serves_the_others(tmp_path: Path) -> None:
+    async with served(tmp_path / "s") as one:
+        one.session.fail(Fenced("another server has taken the store over"))
+        refused = await Client(one.app, ASK, x_attempt_id="a").answer()
+        assert (refused.status, refused.code) == (503, "recovery_stopped")
+        assert "taken the store over" in json.loads(refused.body)["error"]["message"]
+        assert (await Client(one.app, ASK).answer()).tokens == [-1]
+        one.session.failure = None  # so that it can be closed
+
+
+@on_loop
+async def test_what_is_not_captured_is_passed_on_or_refused_as_configured(tmp_path: Path) -> None:
+    beam = {**ASK, "use_beam_search": True}
+    async with served(tmp_path / "s") as one:
+        with pytest.warns(UserWarning, match="use_beam_search"):
+            assert (await Client(one.app, beam, x_attempt_id="a").answer()).tokens == [-1]
+        with pytest.warns(UserWarning, match="v1/responses"):
+            client = await Client(one.app, ASK, path="/v1/responses", x_attempt_id="a").answer()
+        assert client.tokens == [-1] and claims.HEADER not in client.headers
+    async with served(tmp_path / "t", unresumable="refuse") as two:
+        for body, path in ((beam, CHAT), (ASK, "/v1/responses")):
+            refused = await Client(two.app, body, path=path, x_attempt_id="a").answer()
+            assert (refused.status, refused.code) == (400, "attempt_not_captured")
+
+
+@on_loop
+async def test_the_last_snapshot_is_taken_before_the_server_says_that_it_is_down(tmp_path: Path) -> None:
+    async with served(tmp_path / "s") as one:
+        one.captured.allow(6)
+        await Client(one.app, ASK, x_attempt_id="a").answer()
+        sent = []
+
+        async def lifespan(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "lifespan.startup.complete"})
+            assert one.session.counters.snapshots == 0
+            await send({"type": "lifespan.shutdown.complete"})
+
+        async def send(message: Any) -> None:
+            sent.append((message["type"], one.session.counters.snapshots))
+
+        with suppress(AttributeError):
+            await RecoveryLayer(lifespan, one)({"type": "lifespan"}, None, send)
+        assert sent == [("lifespan.startup.complete", 0), ("lifespan.shutdown.complete", 1)]
+
+
+@on_loop
+async def test_a_store_of_something_else_is_refused(tmp_path: Path) -> None:
+    other = Served(tmp_path / "s", 1, 6)
+    other.session.start()
+    engine = Engine(other.session, 6)
+    engine.allow(6)
+    async for _ in engine.generate([1], None, "attempt-x-0"):
+        pass
+    await other.stop()
+    with pytest.raises(Damaged, match="attempt 'x' has no claim"):
+        async with served(tmp_path / "s"):
+            pass
+
+
+@pytest.mark.parametrize("name", ["attempt-a-0", "0_attempt-a-0", "12_attempt-0_attempt-a-0-3", "attempt--0"])
+def test_names_of_calls_lead_back_to_their_attempt(name: str) -> None:
+    found = attempt_of_name(name)
+    inner = name.partition("attempt-")[2].rpartition("-")[0]
+    assert found == (inner or None)
+    assert attempt_of_name("rollout-17") is None
+
+
+@pytest.mark.parametrize("attempt", ["a b", "", "ä", "a" * 201, "a\nb", 7])
+def test_an_attempt_id_that_could_not_be_kept_is_refused(attempt: Any) -> None:
+    found = claims.attempt_of("", {"vllm_xargs": {"attempt_id": attempt}})
+    assert found is None if attempt == "" else isinstance(found, claims.Refused)
+
+
+def test_the_configuration_is_the_block_of_a_file_and_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "recovery.yaml"
+    file.write_text("rollout_checkpointing: {enabled: true, store: here}\n")
+    found = config_of(
+        {CONFIG: str(file), SET: "rollout_checkpointing.keep_latest_k=3 'rollout_checkpointing.grace_s=5'"}
+    )
+    assert found.store == str(tmp_path / "here")
+    assert (found.keep_latest_k, found.grace_s) == (3, 5)
+    assert not config_of({}).enabled
+
+
+@pytest.mark.parametrize("setting", ["gym.mode=wait", "gym.mod=off", "enabled=true", "codec=pickle"])
+def test_b15_a_configuration_that_cannot_be_honoured_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """B15: an unknown mode, an unknown key, no store, a codec of no kind: an error at the start, not a default.
+
+    Where the plug-in is put in, and not where it is made: vLLM goes on without one that could not be made.
+    """
+    monkeypatch.setenv(SET, f"rollout_checkpointing.{setting}")
+    plugin = RecoveryEndpoints()
+    with pytest.raises(ConfigError):
+        plugin.attach_router(SimpleNamespace(add_middleware=lambda *_, **__: None))
+        asyncio.run(plugin.init_state(None, SimpleNamespace(), SimpleNamespace(chat_template=None)))
+
+
+def test_without_a_configuration_the_server_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CONFIG, raising=False)
+    monkeypatch.delenv(SET, raising=False)
+    plugin = RecoveryEndpoints()
+    plugin.attach_router(None)
+    asyncio.run(plugin.init_state(None, None, None))
