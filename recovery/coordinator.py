@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -27,7 +27,6 @@ from typing import Protocol, TypeVar
 from recovery.calls import Stored, StoredUpTo
 from recovery.compactor import Compactor
 from recovery.errors import Fenced, RecoveryError, SnapshotAbandoned
-from recovery.ledger import EndedAt
 from recovery.log import Slot
 from recovery.model import CallId
 from recovery.ports import Clock
@@ -186,7 +185,7 @@ class Coordinator:
         self._unvalidated: list[Staged] = []
         self._draft: Draft | None = None
         self._ended: list[CallId] = []
-        self.rejected: dict[str, int] = {}
+        self.rejected: Counter[str] = Counter()
         """How many records did not fit the ledger, by reason."""
 
     def take(self, cause: str, timeout_s: float | None = None) -> Attempt:
@@ -292,12 +291,9 @@ class Coordinator:
             item = self._arrived.popleft()
             with self._publication.lock:
                 ledger.describe(item.info)
-                for at in item.coordinates:
-                    reason = ledger.apply(at)
-                    if reason:
-                        self.rejected[reason] = self.rejected.get(reason, 0) + 1
-                    elif isinstance(at, EndedAt):
-                        self._ended.append(at.call_id)
+                ended, rejected = ledger.apply_all(item.coordinates)
+            self._ended += ended
+            self.rejected.update(rejected)
             self._publication.flushed[item.writer] = item.flush
             self._unvalidated.append(item)
 

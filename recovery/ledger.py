@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from recovery.coordinates import ChunkAt, Coordinates, EndedAt, OpenedAt
+from recovery.coordinates import ChunkAt, Coordinates, EndedAt, OpenedAt, StoredAt
 from recovery.errors import Damaged
-from recovery.ledger_columns import ChunkRefs, LedgerRows, Names, unpacked
-from recovery.ledger_rows import Change, Entry, merge, rows_of
+from recovery.ledger_columns import PACKED, ChunkRefs, LedgerRows, Names, unpacked
+from recovery.ledger_rows import Changes, Entry, merge, rows_of
 from recovery.model import (
     ENDED,
     OPEN,
@@ -65,7 +66,7 @@ class Ledger:
     def __init__(self, names: Names | None = None) -> None:
         self.names = names or Names()
         self._entries: dict[CallId, Entry] = {}
-        self._changes: dict[CallId, Change] = {}
+        self._changes = Changes()
         self._unsettled: set[CallId] = set()
         self.segments = SegmentTable(self.names)
         self._n_ended = self._n_tokens = self._n_chunks = 0
@@ -95,7 +96,7 @@ class Ledger:
     def excerpt(self, call_ids: Iterable[CallId]) -> Ledger:
         """Copies of these calls (of those that are known), for somebody who reads while this ledger goes on."""
         part = Ledger(Names(self.names))
-        rows = rows_of(self._entries, {}, filter(self._entries.__contains__, call_ids), self.names)
+        rows = rows_of(self._entries, Changes(), filter(self._entries.__contains__, call_ids), self.names)
         part.merge({"segments": {number: self.segments.info(number) for number in rows.segments()}}, rows)
         part.settle()
         return part
@@ -127,13 +128,47 @@ class Ledger:
             case EndedAt():
                 return self._end(at)
 
+    def apply_all(self, stored: StoredAt) -> tuple[list[CallId], Counter[str]]:
+        """Apply all records of a segment in order. Returns whose end was taken, and how many were not, by reason."""
+        ended: list[CallId] = []
+        rejected: Counter[str] = Counter()
+        entries, changed, others = self._entries, self._changes.kept, stored.others
+        number, packed, size = self.names.number(stored.segment), stored.packed(self.names), PACKED.itemsize
+        rows = zip(
+            stored.call_ids, stored.attempts.tolist(), stored.starts.tolist(), stored.n_tokens.tolist(), strict=True
+        )
+        n_chunks = 0
+        for row, (call_id, attempt, start, n_tokens) in enumerate(rows):
+            if row in others:
+                self.segments.refer_some(number, n_chunks)  # what follows may let go of them
+                n_chunks, at = 0, others[row]
+                if reason := self.apply(at):
+                    rejected[reason] += 1
+                elif isinstance(at, EndedAt):
+                    ended.append(call_id)
+                continue
+            entry = entries.get(call_id)
+            if entry is None or entry.state != OPEN or entry.attempt != attempt or entry.n_tokens != start:
+                rejected[self.apply(stored[row])] += 1
+                continue
+            chunks = entry.chunks.packed
+            if call_id not in changed:
+                changed[call_id] = len(chunks) // size
+            chunks += packed[row * size : (row + 1) * size]
+            entry.n_tokens = start + n_tokens
+            self._n_tokens += n_tokens
+            self._n_chunks += 1
+            n_chunks += 1
+        self.segments.refer_some(number, n_chunks)
+        return ended, rejected
+
     def _open(self, at: OpenedAt) -> str:
         entry = self._entries.get(at.call_id)
         if entry is None:
             chunks = ChunkRefs(self.names, bytearray())
             self._entries[at.call_id] = Entry(at.call_id, at.attempt, at.identity, chunks)
             self.segments.refer(self.names.number(at.identity.opened.segment))
-            self._changes[at.call_id] = Change(0, identity=True, history=True)
+            self._changes.begin(at.call_id)
             return ""
         if entry.state != OPEN:
             return "the call has ended"
@@ -148,7 +183,7 @@ class Ledger:
             return reason
         if at.chunk.start != entry.n_tokens:
             return f"the chunk starts at {at.chunk.start}, the call ends at {entry.n_tokens}"
-        self._change(entry)
+        self._changes.change(entry)
         entry.chunks.append(at.chunk)
         entry.n_tokens = at.chunk.stop
         self._n_tokens += at.chunk.n_tokens
@@ -162,7 +197,7 @@ class Ledger:
             return reason
         if at.n_tokens != entry.n_tokens:
             return f"the call is said to end after {at.n_tokens} tokens and has {entry.n_tokens}"
-        self._change(entry)
+        self._changes.change(entry)
         entry.state = ENDED
         entry.ended = (at.finish_reason, at.stop_reason)
         self._n_ended += 1
@@ -195,7 +230,7 @@ class Ledger:
 
     def renumber(self, before: int, now: int) -> None:
         """What was noted as done by snapshot `before` since the last publication is done by `now`."""
-        for entry in filter(None, map(self._entries.get, self._changes)):
+        for entry in filter(None, map(self._entries.get, self._changes.kept)):
             entry.history = tuple(replace(e, snapshot=now) if e.snapshot == before else e for e in entry.history)
 
     def finish(self, call_id: CallId, finish_reason: str, stop_reason: int | str | None) -> None:
@@ -216,8 +251,7 @@ class Ledger:
                 continue
             bad = np.flatnonzero(unpacked(entry.chunks.after(0))["segment"] == number)
             keep = int(bad[0]) if bad.size else len(entry.chunks)
-            change = self._change(entry)
-            change.kept = min(change.kept, keep)
+            self._changes.cut(entry, keep)
             self._keep_first(entry, keep)
             if entry.state == ENDED:
                 self._n_ended -= 1
@@ -233,8 +267,7 @@ class Ledger:
             return "the call has other chunks by now"
         assert (new[0].start, new[-1].stop) == (old[0].start, old[-1].stop)
         assert all(one.stop == other.start for one, other in pairwise(new))
-        change = self._change(entry)
-        change.kept = min(change.kept, first)
+        self._changes.cut(entry, first)
         for chunk in new:
             self.segments.refer(self.names.number(chunk.at.segment))
         for chunk in old:
@@ -248,7 +281,8 @@ class Ledger:
         entry = self._entries.get(call_id)
         if entry is None or entry.identity.opened != old:
             return "the call was opened elsewhere"
-        self._change(entry).identity = True
+        self._changes.change(entry)
+        self._changes.identities.add(call_id)
         self.segments.refer(self.names.number(new.segment))
         self.segments.unrefer(self.names.number(old.segment))
         entry.identity = entry.identity._replace(opened=new)
@@ -275,14 +309,14 @@ class Ledger:
     def drop(self, call_id: CallId) -> None:
         """Forget a call that nobody will ask for again."""
         entry = self._entries[call_id]
-        self._change(entry).kept = 0
+        self._changes.cut(entry, 0)
         self._keep_first(entry, 0)
         self.segments.unrefer(self.names.number(entry.identity.opened.segment))
         self._n_ended -= entry.state == ENDED
         del self._entries[call_id]
 
     def _begin_again(self, entry: Entry, attempt: int) -> None:
-        self._change(entry).kept = 0
+        self._changes.cut(entry, 0)
         self._keep_first(entry, 0)
         entry.attempt = attempt
 
@@ -297,14 +331,12 @@ class Ledger:
 
     def _note(self, entry: Entry, event: Restore) -> None:
         """Add to the history; a resume that got nowhere before the next one is not worth two lines."""
-        self._change(entry).history = True
+        self._changes.change(entry)
+        self._changes.histories.add(entry.call_id)
         before = entry.history
         if before and isinstance(event, Resumed) and isinstance(before[-1], Resumed) and before[-1].at == event.at:
             before = before[:-1]
         entry.history = (*before, event)
-
-    def _change(self, entry: Entry) -> Change:
-        return self._changes.setdefault(entry.call_id, Change(len(entry.chunks)))
 
     # ---- ledger objects ----------------------------------------------------------------------------------------
 

@@ -36,37 +36,64 @@ class Entry:
     history: tuple[Restore, ...] = ()
 
 
-@dataclass(slots=True)
-class Change:
-    """What a row must say about a call: how many of the chunks that were published stay, and what else is new."""
+class Changes:
+    """What rows must say about calls: how many of the chunks that were published stay, and what else is new.
 
-    kept: int
-    identity: bool = False
-    history: bool = False
+    Numbers and sets instead of an object for each call: of those the collector of garbage would look through millions.
+    """
+
+    __slots__ = ("histories", "identities", "kept")
+
+    def __init__(self) -> None:
+        self.kept: dict[CallId, int] = {}
+        """Every call that changed."""
+        self.identities: set[CallId] = set()
+        self.histories: set[CallId] = set()
+
+    def change(self, entry: Entry) -> None:
+        """What comes after the chunks that it has now is new."""
+        self.kept.setdefault(entry.call_id, len(entry.chunks))
+
+    def cut(self, entry: Entry, kept: int) -> None:
+        """What comes after its first `kept` chunks is new."""
+        self.kept[entry.call_id] = min(kept, self.kept.get(entry.call_id, kept))
+
+    def begin(self, call_id: CallId) -> None:
+        """All of it is new."""
+        self.kept[call_id] = 0
+        self.identities.add(call_id)
+        self.histories.add(call_id)
+
+    def clear(self) -> None:
+        for one in (self.kept, self.identities, self.histories):
+            one.clear()
 
 
-_EVERYTHING = Change(0, identity=True, history=True)
-
-
-def rows_of(
-    entries: Mapping[CallId, Entry], changes: Mapping[CallId, Change], whole: Iterable[CallId], names: Names
-) -> LedgerRows:
+def rows_of(entries: Mapping[CallId, Entry], changes: Changes, whole: Iterable[CallId], names: Names) -> LedgerRows:
     """Rows that say `changes`, and everything about the calls in `whole`."""
-    told: dict[CallId, Change] = {**changes, **dict.fromkeys(whole, _EVERYTHING)}
-    rows = LedgerRows(names)
-    packed = []
-    for call_id, change in told.items():
-        entry = entries.get(call_id)
-        if entry is None:
-            rows.add(call_id, 0, DROPPED, 0, 0, 0, None, None, None)
-            continue
-        kept = change.kept
-        packed.append(entry.chunks.after(kept))
-        rows.add(
-            call_id, entry.attempt, entry.state, entry.n_tokens, kept, len(entry.chunks) - kept,
-            entry.identity if change.identity else None, entry.ended, entry.history if change.history else None,
-        )  # fmt: skip
-    rows.packed = b"".join(packed)
+    wholly = set(whole)
+    told = {**changes.kept, **dict.fromkeys(wholly, 0)}
+    dropped = [call_id for call_id in told if call_id not in entries]
+    for call_id in dropped:
+        del told[call_id]
+    call_ids, kept, found = list(told), list(told.values()), [entries[call_id] for call_id in told]
+    packed = [entry.chunks.after(first) for entry, first in zip(found, kept, strict=True)]
+    identities, histories = changes.identities | wholly, changes.histories | wholly
+    rows = LedgerRows(
+        names,
+        call_ids,
+        [entry.attempt for entry in found],
+        [entry.state for entry in found],
+        [entry.n_tokens for entry in found],
+        kept,
+        [len(chunks) // PACKED.itemsize for chunks in packed],
+        b"".join(packed),
+        [entry.identity if entry.call_id in identities else None for entry in found],
+        [entry.ended for entry in found],
+        [entry.history if entry.call_id in histories else None for entry in found],
+    )
+    for call_id in dropped:
+        rows.add(call_id, 0, DROPPED, 0, 0, 0, None, None, None)
     return rows
 
 

@@ -163,7 +163,7 @@ class Publication:
                 self._check_segment(copy)
         except Damaged:
             copy = None
-        call_ids = {at.call_id for at in bad.coordinates}
+        call_ids = set(bad.coordinates.call_ids)
         with self.lock:
             if copy is not None:
                 self.ledger.describe(copy.info)

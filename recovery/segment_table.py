@@ -70,6 +70,11 @@ class SegmentTable:
         self._references[number] += times
         self._idle.discard(number)
 
+    def refer_some(self, number: int, times: int) -> None:
+        """The same, of none too."""
+        if times:
+            self.refer(number, times)
+
     def unrefer(self, number: int, times: int = 1) -> None:
         self._references[number] -= times
         if self._references[number] == 0:

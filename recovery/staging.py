@@ -25,11 +25,10 @@ from dataclasses import dataclass, replace
 
 from recovery.buffer import Run
 from recovery.calls import Captured
+from recovery.coordinates import EndedAt, OpenedAt, StoredAt
 from recovery.errors import RecoveryError
 from recovery.layout import segment_stem
-from recovery.ledger import ChunkAt, Coordinates, EndedAt, OpenedAt
-from recovery.lineage import lineage_of
-from recovery.model import CallId, ChunkRef, Identity, Record, RecordRef, SegmentInfo
+from recovery.model import CallId, Identity, Record, RecordRef, SegmentInfo
 from recovery.ports import Entropy, ObjectStore, SegmentCodec
 from recovery.records import CHUNK, Records, raw_nbytes
 
@@ -46,7 +45,7 @@ class Staged:
     """One stored segment: where it is, what it holds, which flush of which worker incarnation it was."""
 
     info: SegmentInfo
-    coordinates: tuple[Coordinates, ...]
+    coordinates: StoredAt
     writer: str
     flush: int
 
@@ -69,35 +68,34 @@ class StagingCounters:
     last_failure: str = ""
 
 
-def coordinates_of(records: Sequence[Record], segment: str) -> tuple[Coordinates, ...]:
+def coordinates_of(records: Sequence[Record], segment: str) -> StoredAt:
     """What the ledger needs to know of `records` stored in order as `segment`."""
     whole = Records.of(records)
-    digests = whole.digests.tolist()
-    attempts, starts, n_tokens = whole.attempts.tolist(), whole.starts.tolist(), whole.n_tokens.tolist()
-    found: list[Coordinates] = []
-    for index, (key, version) in enumerate(zip(whole.call_ids.tolist(), whole.version_at.tolist(), strict=True)):
-        at, call_id, attempt = RecordRef(segment, index), CallId(key), attempts[index]
-        if version >= 0:
-            ref = ChunkRef(at, starts[index], n_tokens[index], digests[index], whole.versions[version])
-            found.append(ChunkAt(call_id, attempt, ref))
-            continue
-        if (end := whole.ends.get(index)) is not None:
-            found.append(EndedAt(call_id, attempt, starts[index], *end))
-            continue
-        request = whole.requests[index]
-        lineage = lineage_of(request.extra)
+    call_ids: list[CallId] = whole.call_ids.tolist()
+    others: dict[int, OpenedAt | EndedAt] = {}
+    for index, request in whole.requests.items():
         identity = Identity(
             rollout=request.rollout,
             turn=request.turn,
-            request_digest=digests[index],
+            request_digest=whole.digests[index].tobytes(),
             source_digest=request.source_digest,
             restart_only=request.restart_only,
-            opened=at,
-            model_call=lineage.model_call,
-            parent=lineage.parent,
+            opened=RecordRef(segment, index),
         )
-        found.append(OpenedAt(call_id, attempt, identity))
-    return tuple(found)
+        others[index] = OpenedAt(call_ids[index], int(whole.attempts[index]), identity)
+    for index, end in whole.ends.items():
+        others[index] = EndedAt(call_ids[index], int(whole.attempts[index]), int(whole.starts[index]), *end)
+    return StoredAt(
+        segment=segment,
+        call_ids=call_ids,
+        attempts=whole.attempts,
+        starts=whole.starts,
+        n_tokens=whole.n_tokens,
+        digests=whole.digests,
+        versions=whole.versions,
+        version_at=whole.version_at,
+        others=others,
+    )
 
 
 class Stager:

@@ -4,9 +4,7 @@ Schedules: random schedules of the protocol's own code on stores in memory (sche
 
 Rollouts: random schedules of a trainer, an evaluator and snapshots on one rollout, with deaths (rollout_worlds.py).
 
-Kills: jobs of the tiny model run one after another. Each is killed several times: after a random number of decoded
-tokens, or at a random moment, which hits the start of the engine, the restore and the end too; then it runs to its end
-and every row is compared with an uninterrupted run. Kills of the client alone come in between.
+Kills: jobs of the tiny model run one after another, each killed several times (job_soak.py).
 
 Races: rounds of two coordinator processes of which one is stopped and woken (racing.py), on disk and on two S3 servers.
 
@@ -17,9 +15,10 @@ Server kills: the OpenAI server is killed at random under clients that want whol
 Parity: calls of every kind are cut and carried on (parity.py): in float32, in bfloat16 with the bit-exact settings,
 and, to be told and not to be judged, in bfloat16 without them.
 
-Owns: when a kill comes, the figures, the exit code: 0 only if nothing was lost, doubled or different, and all of it was
-achieved.
-Does not know: how a job runs. It starts `prefix-recovery run` as anybody would.
+With --for there is one timed loop instead, in which all of this and more comes in turn (soak_loop.py).
+
+Owns: the parts, the exit code: 0 only if nothing was lost, doubled or different, and all of it was achieved.
+Does not know: what a part does.
 
 The same --seed gives the same jobs, plans of kills and rounds; where a moment hits depends on the machine.
 """
@@ -29,170 +28,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from prefix_recovery.interrupted import JobFigures, compare
-from prefix_recovery.tiny import make_tiny_llama
 from storage_backends.testing import servers
 from tests import rollout_worlds, virtual_loop
-from tests.job_files import FLUSH, lines, rows_of, write_job
-from tests.job_processes import JobProcess, run, running, wait_until
+from tests.job_soak import kill_jobs
 from tests.racing import Place, race
 from tests.rl_soak import kill_trainers
 from tests.schedules import run_schedules
 from tests.server_soak import kill_servers
-
-KILLS_PER_JOB = 12
-_SHORTEST_START_S, _LONGEST_START_S = 1.0, 14.0
-
-
-@dataclass(slots=True)
-class Totals:
-    """Over the whole soak. `twice_most`: the most tokens that one kill made one call generate again."""
-
-    kills: int = 0
-    jobs: int = 0
-    lost: int = 0
-    doubled: int = 0
-    differing: int = 0
-    twice_most: int = 0
-    over_the_bound: int = 0
-    generated: int = 0
-    reused: int = 0
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.lost or self.doubled or self.differing or self.problems)
-
-
-class Soak:
-    """One soak in a folder; `rng` draws everything."""
-
-    def __init__(self, folder: Path, rng: random.Random, kills: int, deadline: float | None) -> None:
-        self._folder = folder
-        self._rng = rng
-        self._wanted = kills
-        self._deadline = deadline
-        self.totals = Totals()
-
-    def run(self) -> Totals:
-        model = make_tiny_llama(self._folder / "tiny")
-        rows = lines(16, least=200, step=30)
-        reference = self._finished(write_job(self._folder / "reference", model, rows, block={"enabled": False}))
-        while self._more():
-            self._job(model, rows, reference)
-        return self.totals
-
-    def _more(self) -> bool:
-        in_time = self._deadline is None or time.monotonic() < self._deadline
-        return self.totals.kills < self._wanted and in_time and not self.totals.failed
-
-    def _finished(self, config: Path) -> list[dict[str, Any]]:
-        job = run(config, "whole")
-        if job.process.returncode != 0:
-            raise SystemExit(f"the uninterrupted run failed:\n{job.text[-4000:]}")
-        return rows_of(config.parent)
-
-    def _job(self, model: Path, rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
-        self.totals.jobs += 1
-        folder = self._folder / f"job-{self.totals.jobs}"
-        interval_s = self._rng.choice([0.3, 1.0, 3600.0])
-        config = write_job(folder, model, rows, block={"snapshot_interval_s": interval_s})
-        print(f"job {self.totals.jobs}: snapshots every {interval_s} s", flush=True)
-        figures = JobFigures()
-        for number in range(KILLS_PER_JOB):
-            if not self._more():
-                break
-            job = self._killed(config, f"run-{number}")
-            figures.runs.append(job.figures())
-            if not job.killed:
-                break
-        last = run(config, "last")
-        figures.runs.append(last.figures())
-        if last.process.returncode != 0:
-            self.totals.problems.append(f"job {self.totals.jobs} ended with code {last.process.returncode}")
-            print(last.text[-4000:], flush=True)
-        self._judge(folder, figures, reference)
-
-    def _killed(self, config: Path, name: str) -> JobProcess:
-        """One run that is killed, unless it ends before."""
-        alone = self._rng.random() < 0.15
-        by_tokens = self._rng.random() < 0.6
-        tokens = self._rng.randint(1, 1200)
-        moment_s = self._rng.uniform(_SHORTEST_START_S, _LONGEST_START_S)
-        with running(config, name) as job:
-            children = []
-
-            def due() -> bool:
-                return job.decoded >= tokens if by_tokens else time.monotonic() - job.began >= moment_s
-
-            wait_until(lambda: due() or job.process.poll() is not None, f"{name} came so far")
-            if job.process.poll() is None:
-                if alone:
-                    children = job.descendants()
-                    job.process.kill()
-                    job.killed = True
-                    job.process.wait()
-                else:
-                    job.signal_group(signal.SIGKILL)
-                    job.process.wait()
-                self.totals.kills += 1
-            elif job.process.returncode != 0:
-                self.totals.problems.append(f"{name} of job {self.totals.jobs} ended: {job.process.returncode}")
-                print(job.text[-4000:], flush=True)
-            wait_until(lambda: not any(child.alive() for child in children), "the engine followed its client", 30)
-        when = f"{job.decoded} tokens" if by_tokens else f"{moment_s:.1f} s"
-        what = ("client killed" if alone else "killed") if job.killed else "ended by itself"
-        counts = job.counts()
-        kept = 0 if counts is None else int((counts[0] * (counts[2] == 0)).sum())
-        print(f"  kill {self.totals.kills}: {what} after {when}; it had begun with {kept} tokens", flush=True)
-        return job
-
-    def _judge(self, folder: Path, figures: JobFigures, reference: list[dict[str, Any]]) -> None:
-        found = compare(rows_of(folder), reference)
-        totals = self.totals
-        totals.lost += found.lost
-        totals.doubled += found.duplicated
-        totals.differing += found.mismatched
-        totals.generated += figures.tokens_generated
-        totals.reused += sum(figures.reused_after_kills())
-        for twice in figures.twice_after_kills():
-            totals.twice_most = max(totals.twice_most, int(twice.max()))
-            totals.over_the_bound += int((twice > FLUSH).sum())
-            if twice.min() < 0:
-                totals.problems.append(f"job {totals.jobs}: the store has tokens that nobody generated")
-        print(
-            f"  job {totals.jobs}: {found.lost} lost, {found.duplicated} doubled, {found.mismatched} differing, "
-            f"largest logprob gap {found.largest_logprob_gap:.2g}",
-            flush=True,
-        )
-
-
-def kill_jobs(folder: Path, seed: int, kills: int, deadline: float | None) -> bool:
-    """Whether so many kills were survived. Prints the figures."""
-    began = time.monotonic()
-    totals = Soak(folder, random.Random(seed), kills, deadline).run()
-    for problem in totals.problems:
-        print(f"PROBLEM: {problem}")
-    print(
-        f"kills, seed {seed}: {totals.kills} kills of {totals.jobs} jobs in {time.monotonic() - began:.0f} s: "
-        f"{totals.lost} lost, {totals.doubled} doubled, {totals.differing} differing; {totals.reused} tokens reused, "
-        f"{totals.generated} generated; at most {totals.twice_most} generated twice by one kill of one call "
-        f"(flush {FLUSH}, over it {totals.over_the_bound} times)",
-        flush=True,
-    )
-    return not totals.failed and (totals.kills >= kills or deadline is not None)
+from tests.soak_loop import loop
 
 
 def race_coordinators(folder: Path, seed: int, rounds: int, deadline: float | None) -> bool:
@@ -291,10 +142,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="default: random, printed")
     parser.add_argument("--seconds", type=float, default=None, help="stop each part after so long, with what was done")
     parser.add_argument("--dir", type=Path, default=None, help="keep everything here (default: a temporary folder)")
+    parser.add_argument(
+        "--for", type=float, default=None, dest="for_s", metavar="SECONDS", help="one timed loop of all"
+    )
+    parser.add_argument("--episode", type=int, default=None, help="of the loop: this one alone")
     arguments = parser.parse_args()
     seed = int.from_bytes(os.urandom(4), "little") if arguments.seed is None else arguments.seed
     folder = Path(tempfile.mkdtemp(prefix="prefix-recovery-soak-")) if arguments.dir is None else arguments.dir
     print(f"seed {seed}, in {folder}", flush=True)
+    if arguments.for_s is not None:
+        of_loop = {"race": race_coordinators, "schedules": run_simulations, "rollouts": run_rollouts}
+        fine = loop(folder, seed, arguments.for_s, of_loop, arguments.episode)
+        if arguments.dir is None and fine:
+            shutil.rmtree(folder, ignore_errors=True)
+        return 0 if fine else 1
     fine = True
     parts = (
         ("schedules", run_simulations, arguments.schedules),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,26 +20,7 @@ from tests.conftest import OnLoop
 from tests.engine_runs import read_back, standing, until
 from tests.job_files import lines, rows_of, write_job
 from tests.job_here import job
-
-
-class SmallDisk:
-    """A folder that can be filled, and freed again."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._ballast = folder / "ballast"
-
-    def fill(self) -> None:
-        with self._ballast.open("wb", buffering=0) as file:
-            for size in (1 << 16, 1 << 12, 1):
-                try:
-                    while True:
-                        file.write(b"x" * size)
-                except OSError as error:
-                    assert error.errno == errno.ENOSPC
-
-    def free(self) -> None:
-        self._ballast.unlink()
+from tests.small_disk import SmallDisk, small_disk
 
 
 class FailingDisk(SmallDisk):
@@ -70,13 +50,11 @@ class FailingDisk(SmallDisk):
 def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]:
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
-    if request.param == "tmpfs" and subprocess.run(mount, capture_output=True).returncode == 0:
-        try:
-            yield SmallDisk(folder)
-        finally:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
-        return
+    if request.param == "tmpfs":
+        with small_disk(folder, megabytes=3) as mounted:
+            if mounted is not None:
+                yield mounted
+                return
     failing = FailingDisk(folder)
     failing.fail(monkeypatch)
     yield failing

@@ -218,7 +218,7 @@ class Capturing:
     # ---- told by other threads ---------------------------------------------------------------------------------
 
     def _on_staged(self, staged: Staged) -> None:
-        ended = [at.call_id for at in staged.coordinates if isinstance(at, EndedAt)]
+        ended = [at.call_id for at in staged.coordinates.others.values() if isinstance(at, EndedAt)]
         self._call_on_loop(self._deliveries.stored, ended)
 
     def _on_program_error(self, error: BaseException) -> None:
