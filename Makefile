@@ -3,6 +3,7 @@
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3,$(shell $(p) -c 'print("$(p)")' 2>/dev/null)) python3.11)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+SOAK_S ?= 3600
 KILLS ?= 50
 RACES ?= 100
 SCHEDULES ?= 10000
@@ -22,7 +23,7 @@ SOURCES := recovery storage_backends vllm_hooks tools tests examples requirement
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check docs format browser soak bench bench-store bench-exact bench-scale bench-cut bench-capture bench-snapshot bench-kills clean
+.PHONY: help setup demo test check docs format browser soak soak-parts bench bench-store bench-exact bench-scale bench-cut bench-capture bench-snapshot bench-kills clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -52,7 +53,10 @@ format: $(VENV)/ready  ## let ruff mend what it can
 browser:  ## install Chromium for the tests of the report page, where there is none (Debian, as root)
 	.ci/browser
 
-soak: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol and ROLLOUTS=10000 of a rollout, kill the real job KILLS=50 times, race coordinators RACES=100 times, kill the trainer RL_KILLS=10 times and the OpenAI server SERVER_KILLS=5 times, compare PARITY=232 cut calls (0: leave out)
+soak: $(VENV)/ready  ## for SOAK_S=3600 seconds: jobs killed in calm and trouble, two coordinators, schedules, in turn; count and verify
+	$(BIN)/python -m tests.soak --for $(SOAK_S) $(ARGS)
+
+soak-parts: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol and ROLLOUTS=10000 of a rollout, kill the real job KILLS=50 times, race coordinators RACES=100 times, kill the trainer RL_KILLS=10 times and the OpenAI server SERVER_KILLS=5 times, compare PARITY=232 cut calls (0: leave out)
 	$(BIN)/python -m tests.soak --schedules $(SCHEDULES) --rollouts $(ROLLOUTS) --kills $(KILLS) --races $(RACES) --rl-kills $(RL_KILLS) --server-kills $(SERVER_KILLS) --parity $(PARITY) $(ARGS)
 
 bench-store: $(VENV)/ready  ## measure the store: cost, size, restore, today's ways (minutes; ARGS=--quick: seconds)

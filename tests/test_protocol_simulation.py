@@ -1,6 +1,6 @@
 """Some hundreds of the schedules of tests/schedules.py; SIMULATIONS sets how many, SIMULATION_SEED the first seed.
 
-`make soak` runs ten thousand. A failure names its seed.
+`make soak-parts` runs ten thousand. A failure names its seed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two coordinator processes on one store, one of them stopped and woken: some rounds here, a hundred in `make soak`."""
+"""Two coordinator processes on one store, one of them stopped and woken: a hundred in `make soak-parts`."""
 
 from __future__ import annotations
 

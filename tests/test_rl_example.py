@@ -1,6 +1,6 @@
 """examples/rl on a real engine with a real trainer: its process group is killed twice, every sample is trained once.
 
-`make soak` kills it ten times more, at random (rl_soak.py).
+`make soak-parts` kills it ten times more, at random (rl_soak.py).
 """
 
 from __future__ import annotations
