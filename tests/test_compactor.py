@@ -481,7 +481,7 @@ def test_in_the_background_it_is_a_thread_that_nobody_waits_for() -> None:
     seen: list[bool] = []
     done = threading.Event()
     compactor.in_background(lambda: (seen.append(threading.current_thread().daemon), done.set()))
-    assert done.wait(60) and seen == [True]
+    assert done.wait(240) and seen == [True]
 
 
 # ---- kills ---------------------------------------------------------------------------------------------------------

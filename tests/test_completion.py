@@ -38,7 +38,7 @@ def offered(command: str, *lines: str) -> dict[str, list[str]]:
             f"printf '%s\\t%s\\n' {shlex.quote(line)} \"${{COMPREPLY[*]}}\""
         )
     ran = subprocess.run(
-        ["bash", "--norc", "-uc", script + "\n".join(tries)], capture_output=True, text=True, timeout=60, check=False
+        ["bash", "--norc", "-uc", script + "\n".join(tries)], capture_output=True, text=True, timeout=240, check=False
     )
     assert ran.returncode == 0 and not ran.stderr, ran.stderr
     pairs = (line.partition("\t") for line in ran.stdout.splitlines())

@@ -375,7 +375,7 @@ def test_interrupting_leaves_no_file(tmp_path: Path) -> None:
     out.mkdir()
     stores.on_disk(root, stores.objects_of(made(stores.several)))
     argv = [sys.executable, "-c", INTERRUPTED, "export", str(root), str(out / "x.zip"), "--json"]
-    done = subprocess.run(argv, capture_output=True, env=environment(), timeout=120)
+    done = subprocess.run(argv, capture_output=True, env=environment(), timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
     assert list(out.iterdir()) == []
 
@@ -386,7 +386,7 @@ def test_killing_leaves_no_file_of_that_name(tmp_path: Path) -> None:
     stores.on_disk(root, stores.objects_of(made(stores.several)))
     killed = INTERRUPTED.replace("SIGINT", "SIGKILL")
     argv = [sys.executable, "-c", killed, "export", str(root), str(out / "x.zip")]
-    assert subprocess.run(argv, capture_output=True, env=environment(), timeout=120).returncode == -signal.SIGKILL
+    assert subprocess.run(argv, capture_output=True, env=environment(), timeout=240).returncode == -signal.SIGKILL
     assert [path.name.startswith(".export-") for path in out.iterdir()] == [True]
-    done = subprocess.run(program("export", str(root), str(out / "x.zip")), env=environment(), timeout=120)
+    done = subprocess.run(program("export", str(root), str(out / "x.zip")), env=environment(), timeout=240)
     assert done.returncode == 0 and os.listdir(out) == ["x.zip"], "what the killed one left is gone"

@@ -401,12 +401,12 @@ def test_a_second_import_fences_the_first_one_and_both_end_well(
 
 def test_interrupting_is_safe(file: Path, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", INTERRUPTED_RECORDING, "import", str(file), str(tmp_path / "b"), "--json"]
-    done = subprocess.run(argv, capture_output=True, env=environment(), timeout=120)
+    done = subprocess.run(argv, capture_output=True, env=environment(), timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
-    done = subprocess.run(program("latest", str(tmp_path / "b")), capture_output=True, env=environment(), timeout=120)
+    done = subprocess.run(program("latest", str(tmp_path / "b")), capture_output=True, env=environment(), timeout=240)
     assert done.returncode == 14
     again = program("import", str(file), str(tmp_path / "b"))
-    assert subprocess.run(again, capture_output=True, env=environment(), timeout=120).returncode == 0
+    assert subprocess.run(again, capture_output=True, env=environment(), timeout=240).returncode == 0
     assert content(LocalStore(tmp_path / "b")) == content(LocalStore(tmp_path / "a.zip.store"))
 
 

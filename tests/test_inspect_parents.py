@@ -214,6 +214,6 @@ def test_a_store_that_fails_in_an_unforeseen_way_is_no_row(monkeypatch: pytest.M
 def test_in_a_pipe_there_is_a_plain_row_for_each(tmp_path: Path) -> None:
     for name in ("x", "y"):
         stores.on_disk(tmp_path / name, stores.objects_of(made(stores.several)))
-    done = subprocess.run(program("list", str(tmp_path)), capture_output=True, env=environment(), timeout=60)
+    done = subprocess.run(program("list", str(tmp_path)), capture_output=True, env=environment(), timeout=240)
     lines = done.stdout.decode().splitlines()
     assert done.returncode == 0 and [line.split()[0] for line in lines] == ["store", "x", "y"]

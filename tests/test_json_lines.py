@@ -97,7 +97,10 @@ def test_passes_change_nothing_but_what_is_in_memory(
 def test_in_a_pipe_there_are_lines_and_nothing_else(root: Path) -> None:
     for more in ((), ("--json",)):
         done = subprocess.run(
-            program("export", str(root), "4", "--jsonl", "-", *more), capture_output=True, env=environment(), timeout=60
+            program("export", str(root), "4", "--jsonl", "-", *more),
+            capture_output=True,
+            env=environment(),
+            timeout=240,
         )
         assert done.returncode == 0 and done.stderr == b""
         lines = [json.loads(line) for line in done.stdout.decode().splitlines()]
@@ -105,7 +108,7 @@ def test_in_a_pipe_there_are_lines_and_nothing_else(root: Path) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
     argv = program("export", str(root), "--jsonl", "-")
-    done = subprocess.run(argv, stdout=theirs, stderr=subprocess.PIPE, env=environment(), timeout=60)
+    done = subprocess.run(argv, stdout=theirs, stderr=subprocess.PIPE, env=environment(), timeout=240)
     os.close(theirs)
     assert (done.returncode, done.stderr) == (0, b"")
 

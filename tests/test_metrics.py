@@ -258,17 +258,17 @@ def test_a_server_tells_its_port_and_ends(session: RecoverySession) -> None:
     server = MetricsServer("0", lambda: (3, 7))
     try:
         assert re.fullmatch(r"http://127\.0\.0\.1:[1-9]\d*/metrics", server.url)
-        before = urllib.request.urlopen(server.url, timeout=60).read().decode()
+        before = urllib.request.urlopen(server.url, timeout=240).read().decode()
         assert "prefix_recovery_results 3.0" in before and "prefix_recovery_epoch" not in before
         server.watch(session)
-        assert "prefix_recovery_epoch 1.0" in urllib.request.urlopen(server.url, timeout=60).read().decode()
+        assert "prefix_recovery_epoch 1.0" in urllib.request.urlopen(server.url, timeout=240).read().decode()
         port = server.url.split(":")[2].split("/")[0]
         with pytest.raises(ConfigError, match=f"cannot be served at 127.0.0.1:{port}"):
             MetricsServer(port, lambda: (0, 0))
     finally:
         server.close()
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(server.url, timeout=60)
+        urllib.request.urlopen(server.url, timeout=240)
 
 
 def test_a_job_file_may_give_a_port_or_an_address() -> None:

@@ -488,7 +488,7 @@ def test_killed_at_every_call_from_its_first_write_on_the_store_is_as_before_or_
 
 def test_interrupting_is_safe(damaged: Path) -> None:
     argv = [sys.executable, "-c", INTERRUPTED_RECORDING, "repair", str(damaged), "--apply", "--json"]
-    done = subprocess.run(argv, capture_output=True, env=environment(), timeout=120)
+    done = subprocess.run(argv, capture_output=True, env=environment(), timeout=240)
     assert (done.returncode, done.stdout) == (130, b"") and done.stderr.endswith(b"\ninterrupted\n")
     again = program("repair", str(damaged), "--apply")
-    assert subprocess.run(again, capture_output=True, env=environment(), timeout=120).returncode == 0
+    assert subprocess.run(again, capture_output=True, env=environment(), timeout=240).returncode == 0

@@ -22,7 +22,7 @@ from storage_backends.s3 import S3Store
 from storage_backends.s3_retry import UNREACHABLE_TRIES
 from storage_backends.testing import s3_proxy as faults
 from storage_backends.testing.s3_proxy import Answer, FaultProxy, of, when
-from storage_backends.testing.servers import KEY, SECRET, Server, free_ports
+from storage_backends.testing.servers import KEY, SECRET, Server, claimed_ports
 from storage_backends.testing.waits import Waits
 
 pytest_plugins = ["storage_backends.testing.s3_fixtures"]
@@ -109,10 +109,10 @@ def test_a_bucket_that_is_not_there(moto: Server, verb: str) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_server_that_is_not_there(open_at: Callable[..., S3Store], waits: Waits, verb: str) -> None:
-    (port,) = free_ports(1)
-    store = open_at(f"http://127.0.0.1:{port}")
-    with pytest.raises(StoreUnavailable, match=f"cannot reach http://127.0.0.1:{port}") as caught:
-        VERBS[verb](store)
+    with claimed_ports(1) as (port,):
+        store = open_at(f"http://127.0.0.1:{port}")
+        with pytest.raises(StoreUnavailable, match=f"cannot reach http://127.0.0.1:{port}") as caught:
+            VERBS[verb](store)
     assert caught.value.exit_code == 20 and "AWS_ENDPOINT_URL" in caught.value.hint
     assert len(waits.pauses) == UNREACHABLE_TRIES - 1 and sum(waits.pauses) < 1
 

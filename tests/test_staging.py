@@ -195,7 +195,7 @@ def test_it_is_busy_while_a_flush_hangs_and_a_refused_one_is_counted() -> None:
     assert not one.busy
     call.append([1], None, V0)
     first = one.flush(table.freeze())
-    assert entered.wait(30) and one.busy
+    assert entered.wait(240) and one.busy
     one.refuse()  # a periodic flush: not even frozen
     call.append([2], None, V0)
     cut = one.flush(table.freeze())  # a cut is never refused

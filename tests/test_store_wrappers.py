@@ -93,7 +93,7 @@ def test_faulty_store_hangs_until_it_is_let_go() -> None:
     store = FaultyStore(inner, [Hang(event, entered)])
     thread = threading.Thread(target=store.put_new, args=("a", b"1"))
     thread.start()
-    assert entered.wait(60)
+    assert entered.wait(240)
     assert inner.list("") == []
     event.set()
     thread.join()

@@ -5,7 +5,8 @@ and a client of botocore's own, so that a store is not only tested against itsel
 Does not know: what is tested.
 
 Invariants:
-1. A server listens on loopback only, on ports that were free, and keeps its files in the folder it was given.
+1. A server listens on loopback only, on ports that nobody else takes meanwhile, and keeps its files in the folder that
+   it was given.
 2. A server ends with the process that started it, also if that one is killed: its keeper reads a pipe from it.
 3. Nothing is found by name: what is ended is what was started here, by process group.
 
@@ -15,6 +16,7 @@ Usage: python -m storage_backends.testing.servers moto | seaweedfs FOLDER   (pri
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import json
 import os
@@ -24,9 +26,11 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +41,8 @@ BUCKET = "bucket"
 DOMAIN = "s3.test"
 """Hosts below this name have to lead to loopback (tests see to it); what stands before it is a bucket's name."""
 
-_START_S = 60.0
+_FIRST_PORT, _LAST_PORT, _BLOCK = 20_000, 28_000, 8
+_START_S = 240.0
 _STOP_S = 10.0
 
 
@@ -128,15 +133,26 @@ def _start(name: str, *arguments: str) -> Server:
 # ---- the keepers: they run in a process of their own -----------------------------------------------------------------
 
 
-def free_ports(n: int) -> list[int]:
-    """Ports of loopback that nobody listens on."""
-    sockets = [socket.socket() for _ in range(n)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+@contextmanager
+def claimed_ports(n: int) -> Iterator[list[int]]:
+    """Up to eight ports of loopback that nobody listens on, and that no other claim has for the time of the block.
+
+    They are below those that a system gives to whoever asks for any: one of those, once let go, may be anybody's.
+    """
+    folder = Path(tempfile.gettempdir(), f"prefix-recovery-ports-{os.getuid()}")
+    folder.mkdir(exist_ok=True)
+    for first in range(_FIRST_PORT, _LAST_PORT, _BLOCK):
+        with Path(folder, str(first)).open("a") as claim:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for port in range(first, first + n):
+                    with socket.socket() as probe:
+                        probe.bind(("127.0.0.1", port))
+            except OSError:  # claimed by another, or somebody listens there
+                continue
+            yield list(range(first, first + n))
+            return
+    raise RuntimeError(f"no {n} ports are free between {_FIRST_PORT} and {_LAST_PORT}")
 
 
 def _keep_moto() -> None:
@@ -151,7 +167,12 @@ def _keep_moto() -> None:
 
 
 def _keep_seaweedfs(folder: str) -> None:
-    master, master_grpc, volume, volume_grpc, filer, filer_grpc, port, port_grpc = free_ports(8)
+    with claimed_ports(8) as ports:
+        _keep_seaweedfs_on(folder, ports)
+
+
+def _keep_seaweedfs_on(folder: str, ports: list[int]) -> None:
+    master, master_grpc, volume, volume_grpc, filer, filer_grpc, port, port_grpc = ports
     accounts = Path(folder, "accounts.json")
     actions = ["Admin", "Read", "Write", "List", "Tagging"]
     account = {"name": KEY, "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": actions}
