@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from recovery.ledger import Entry
+from recovery.lineage import NO_PARENT
 from recovery.model import ENDED, BoolArray, Restarted, Restore, Resumed
 from recovery.transcripts import Transcript
 from snapshot_inspect.arrays import columns, floats
@@ -80,6 +81,8 @@ def _call(entry: Entry, snapshot_id: int) -> Document:
         "call_id": entry.call_id.hex(),
         "rollout": entry.identity.rollout,
         "turn": entry.identity.turn,
+        "model_call": entry.identity.model_call,
+        "parent": None if entry.identity.parent == NO_PARENT else entry.identity.parent.hex(),
         "attempt": entry.attempt,
         "state": "ended" if entry.state == ENDED else "open",
         "n_tokens": entry.n_tokens,
