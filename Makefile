@@ -23,7 +23,7 @@ SOURCES := recovery storage_backends vllm_hooks tools tests examples requirement
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check docs format browser soak soak-parts bench bench-store bench-exact bench-scale bench-cut bench-capture bench-snapshot bench-kills clean
+.PHONY: help setup demo test check docs format browser soak soak-parts bench bench-store bench-exact bench-scale bench-cut bench-capture bench-restore bench-snapshot bench-kills clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -73,6 +73,9 @@ bench-cut: $(VENV)/ready  ## measure how long a cut stalls the engine's loop, be
 
 bench-capture: $(VENV)/ready  ## measure what capture costs, by token and by throughput (ARGS=--quick: seconds)
 	$(BIN)/python -m bench capture $(ARGS)
+
+bench-restore: $(VENV)/ready  ## measure a restore of 1,000 to 100,000 calls beside pyarrow alone (ARGS=--quick: seconds)
+	$(BIN)/python -m bench restore $(ARGS)
 
 bench-snapshot: $(VENV)/ready  ## measure snapshot k up to 500 against full copies, on disk and in a bucket (ARGS=--quick: seconds)
 	$(BIN)/python -m bench snapshot $(ARGS)

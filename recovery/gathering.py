@@ -52,6 +52,7 @@ class Transcripts(Mapping[CallId, Transcript]):
         self._numbers = {entry.call_id: number for number, entry in enumerate(entries)}
         self._bounds = bounds
         self._places = places
+        self._rows = places.view(np.int64).reshape(-1, len(_PLACE.fields or ()))
         self._last_token_ids = last_token_ids
         self._held = held
         self._versions = versions
@@ -71,12 +72,15 @@ class Transcripts(Mapping[CallId, Transcript]):
     def __getitem__(self, call_id: CallId) -> Transcript:
         number = self._numbers[call_id]
         first, last = self._bounds[number : number + 2].tolist()
-        places = enumerate(self._places[first:last].tolist(), first)
-        return Transcript(self._requests[number], [self._stretch(chunk, *place) for chunk, place in places])
-
-    def _stretch(self, chunk: int, start: int, n_tokens: int, version: int, held: int, *at: int) -> Stretch:
-        columns = self._wide.get(chunk, NoColumns)
-        return Stretch(start, n_tokens, self._versions[version], self._held[held], at, columns)
+        places = enumerate(self._rows[first:last].tolist(), first)
+        held, versions, wide = self._held, self._versions, self._wide
+        return Transcript(
+            self._requests[number],
+            [
+                Stretch(start, n, versions[version], held[where], at, wide.get(chunk, NoColumns))
+                for chunk, (start, n, version, where, *at) in places
+            ],
+        )
 
     def ends(self) -> Iterator[tuple[Entry, Request, int, int | None]]:
         """Of each call its request, how many tokens it has, and the last of them: what a plan depends on."""
@@ -123,12 +127,20 @@ class Gathering:
         numbers = np.union1d(self._opened_in, self._numbers).tolist()
         return [self._names.keys[number] for number in numbers]
 
+    def _in(self, key: str) -> tuple[Array, Array]:
+        """Which calls have their request in this segment, and which chunks lie there."""
+        number = self._names.number(key)
+        first, last = np.searchsorted(self._numbers, [number, number + 1])
+        return np.flatnonzero(self._opened_in == number), self._by_segment[first:last]
+
+    def wanted(self, key: str) -> Array:
+        """The numbers of the records of this segment that will be taken."""
+        owners, chunks = self._in(key)
+        return np.concatenate([self._opened_at[owners], self._chunks["index"][chunks].astype(np.int64)])
+
     def take(self, key: str, parts: Sequence[Records]) -> None:
         """Take what `entries` have in this segment, all of it. Raises DigestMismatch, naming call and tokens."""
-        number = self._names.number(key)
-        owners = np.flatnonzero(self._opened_in == number)
-        first, last = np.searchsorted(self._numbers, [number, number + 1])
-        chunks = self._by_segment[first:last]
+        owners, chunks = self._in(key)
         requests_at, chunks_at = self._opened_at[owners], self._chunks["index"][chunks].astype(np.int64)
         within = _Within(key, first=0, n_records=sum(map(len, parts)))
         within.check(requests_at, requests_at < within.n_records, lambda at: self._request_of(int(owners[at])))

@@ -112,16 +112,17 @@ def merge(entries: dict[CallId, Entry], rows: LedgerRows, unsettled: set[CallId]
     )  # fmt: skip
     for call_id, attempt, state, n_tokens, kept, identity, ended, history, first, last, begin, end in columns:
         old = entries.get(call_id)
-        if state == DROPPED:
-            if kept or first != last:
-                raise Damaged(f"call {call_id.hex()} is dropped and has chunks")
-            entries.pop(call_id, None)
-            unsettled.discard(call_id)
-            continue
-        if state not in (OPEN, ENDED):
-            raise Damaged(f"call {call_id.hex()}: {state} is no state of a call")
-        if (state == ENDED) != (ended is not None):
-            raise Damaged(f"call {call_id.hex()}: its state and its end do not fit each other")
+        if state != OPEN or ended is not None:
+            if state == DROPPED:
+                if kept or first != last:
+                    raise Damaged(f"call {call_id.hex()} is dropped and has chunks")
+                entries.pop(call_id, None)
+                unsettled.discard(call_id)
+                continue
+            if state not in (OPEN, ENDED):
+                raise Damaged(f"call {call_id.hex()}: {state} is no state of a call")
+            if (state == ENDED) != (ended is not None):
+                raise Damaged(f"call {call_id.hex()}: its state and its end do not fit each other")
         if old is None:
             if kept or identity is None or history is None:
                 unsettled.add(call_id)  # invariant 2

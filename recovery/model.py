@@ -15,9 +15,9 @@ Invariants:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, NewType
 
 import numpy as np
@@ -213,6 +213,14 @@ class BatchInfo:
     length: int
     crc32c: int
     n_records: int
+
+
+def are_batches(value: Sequence[Any]) -> bool:
+    """Whether each is a list of four integers that are not negative, as a BatchInfo has them; there are many."""
+    if not (set(map(type, value)) <= {list} and set(map(len, value)) <= {4}):
+        return False
+    numbers = list(chain.from_iterable(value))
+    return set(map(type, numbers)) <= {int} and min(numbers, default=0) >= 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from recovery.ledger_columns import LedgerRows, Names
-from recovery.model import Record, SegmentInfo
+from recovery.model import Array, Record, SegmentInfo
 from recovery.records import Records
 
 
@@ -85,10 +85,13 @@ class SegmentCodec(Protocol):
         Raises Damaged or FormatNotUnderstood on anything mangled; never crashes.
         """
 
-    def decode_parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[Callable[[], Records]]:
+    def decode_parts(
+        self, data: bytes, info: SegmentInfo | None, wanted: Array | None = None
+    ) -> Sequence[Callable[[], Records]]:
         """The same as work to be done, in any thread: each makes some of the records, in order, or raises.
 
-        What is checked of the segment as a whole was checked before.
+        What is checked of the segment as a whole was checked before. `wanted`: numbers of the records that will be
+        used. Of other chunks the digest is not computed; that their bytes are those that were written is known.
         """
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:

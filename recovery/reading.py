@@ -5,7 +5,8 @@ against the digest that the ledger holds.
 Does not know: which calls are wanted or why.
 
 Invariants:
-1. Nothing unchecked is returned: crc32c of the object, then the chunk's digest as the ledger recorded it.
+1. Nothing unchecked is returned: crc32c of the object, then the chunk's digest as the ledger recorded it. Of chunks
+   that no wanted call has, nothing is returned, and no digest is computed.
 2. An error names the segment, the call and the token range (gathering.py).
 3. That a segment is missing is never concluded from a listing.
 """
@@ -13,19 +14,20 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from recovery.errors import CredentialsRefused, Damaged, DigestMismatch, ObjectMissing
 from recovery.gathering import Gathering, Transcripts
 from recovery.layout import SEGMENTS
 from recovery.ledger import Entry, Ledger
-from recovery.model import SegmentInfo
+from recovery.model import Array, SegmentInfo
 from recovery.ports import ObjectStore, SegmentCodec
 from recovery.records import Records
 
-READERS, AHEAD_NBYTES = 3, 64 << 20
-"""So many segments are read at a time, and more than one only while together they are not longer than this."""
+READERS, AHEAD, AHEAD_NBYTES = 3, 8, 64 << 20
+"""Threads that read and decode; so many segments are begun at a time, and more than one only while together they are
+not longer than this. More segments than threads: what of the first takes long does not keep the others waiting."""
 
 
 def read_segment(store: ObjectStore, codec: SegmentCodec, info: SegmentInfo) -> Records:
@@ -42,30 +44,34 @@ def read_transcripts(
     `columns`: whether wide columns are wanted; they may be many times the size of the rest.
     """
     gathering = Gathering(ledger, list(entries), columns=columns)
-    for info, parts in _read_ahead(store, codec, [ledger.segment(key) for key in gathering.segments]):
+    wanted = [(ledger.segment(key), gathering.wanted(key)) for key in gathering.segments]
+    for info, parts in _read_ahead(store, codec, wanted):
         gathering.take(info.key, parts)
     return gathering.transcripts()
 
 
 def _read_ahead(
-    store: ObjectStore, codec: SegmentCodec, infos: Sequence[SegmentInfo]
+    store: ObjectStore, codec: SegmentCodec, segments: Iterable[tuple[SegmentInfo, Array]]
 ) -> Iterator[tuple[SegmentInfo, list[Records]]]:
-    """Segments in order, the next ones being read and decoded meanwhile."""
-    waiting = deque(infos)
+    """Segments in order, the next ones being read and decoded meanwhile; of each, which records will be used."""
+    waiting = deque(segments)
     reading: deque[tuple[SegmentInfo, Future[list[Future[Records]]]]] = deque()
     pool = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
 
-    def read(info: SegmentInfo) -> list[Future[Records]]:
+    def read(info: SegmentInfo, wanted: Array) -> list[Future[Records]]:
         data = store.get(info.key, 0, info.nbytes + 1)
-        return [pool.submit(part) for part in codec.decode_parts(data, info)]
+        return [pool.submit(part) for part in codec.decode_parts(data, info, wanted)]
 
     try:
         while waiting or reading:
             ahead = sum(info.nbytes for info, _ in reading)
-            while waiting and (not reading or (len(reading) < READERS and ahead + waiting[0].nbytes <= AHEAD_NBYTES)):
-                info = waiting.popleft()
+            while waiting and len(reading) < AHEAD:
+                info, wanted = waiting[0]
                 ahead += info.nbytes
-                reading.append((info, pool.submit(read, info)))
+                if reading and ahead > AHEAD_NBYTES:
+                    break
+                waiting.popleft()
+                reading.append((info, pool.submit(read, info, wanted)))
             info, parts = reading.popleft()
             yield info, [part.result() for part in parts.result()]
     finally:

@@ -56,7 +56,7 @@ class Records(Sequence[Record]):
     `starts` of an ended record is its number of tokens; `token_ids` of an opened one is its prompt. `versions` are
     numbered by `version_at`, which is -1 for a record that is no chunk. `requests` are those of opened records, `ends`
     finish and stop reason of ended ones. `columns` gives the wide columns of a chunk. `digests` of an ended record is
-    zeros.
+    zeros, and so is that of a chunk that nobody wanted of a decoder.
     """
 
     kinds: Array
@@ -252,11 +252,15 @@ def digests(
     versions: Sequence[PolicyVersion],
     version_at: Array,
     columns: Callable[[int], Mapping[str, Array]],
+    wanted: Array | None = None,
 ) -> Array:
-    """The digests of Records with these columns; those of requests are given, that of an ended record is zeros."""
+    """The digests of Records with these columns; those of requests are given, that of an ended record is zeros.
+
+    `wanted`: the chunks of which it is asked; those of the others are zeros.
+    """
     found = np.zeros(len(version_at), SIXTEEN)
     found[list(request_digests)] = np.frombuffer(b"".join(request_digests.values()), SIXTEEN)
-    rows = np.flatnonzero(version_at >= 0)
+    rows = np.flatnonzero(version_at >= 0) if wanted is None else wanted[version_at[wanted] >= 0]
     numbers = rows.tolist()
     n_tokens = np.diff(token_at)[rows]
     heads = _heads(call_ids[rows], starts[rows], n_tokens, versions, version_at[rows])

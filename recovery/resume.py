@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from recovery import resume_table
@@ -102,12 +102,15 @@ class Plans:
         if last_token_id in asked.inside_marker:
             # The engine would take the half of a marker for thinking, and force the whole of it again.
             return Restart("thinking_token_budget: the cut may lie inside the marker that ends thinking")
-        return Resume(
-            n_prefix=n_prefix,
-            max_tokens=None if asked.budget is None else asked.budget - n_prefix,
-            min_tokens=max(0, asked.min_tokens - n_prefix),
-            difference=asked.difference,
-        )
+        resume = asked.resumes.get(n_prefix)
+        if resume is None:
+            resume = asked.resumes[n_prefix] = Resume(
+                n_prefix=n_prefix,
+                max_tokens=None if asked.budget is None else asked.budget - n_prefix,
+                min_tokens=max(0, asked.min_tokens - n_prefix),
+                difference=asked.difference,
+            )
+        return resume
 
     def _asked(self, request: Request) -> _Asked:
         key = id(request.sampling), id(request.extra), request.restart_only
@@ -129,6 +132,7 @@ class _Asked:
     blocked: str
     inside_marker: Collection[int | None]
     difference: str
+    resumes: dict[int, Resume] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: Request, stop: StopRules) -> _Asked:

@@ -28,7 +28,7 @@ from recovery.errors import (
 from recovery.ledger import Ledger
 from recovery.ledger_columns import LedgerRows, Names
 from recovery.log import Slot
-from recovery.model import BatchInfo, SegmentInfo
+from recovery.model import BatchInfo, SegmentInfo, are_batches
 from recovery.ports import Entropy, LedgerCodec, ObjectStore
 
 FORMAT_KEY = "format.json"
@@ -140,7 +140,7 @@ def _segment_from_json(value: Any, what: str) -> tuple[int, SegmentInfo]:
     if not isinstance(value, dict):
         raise Damaged(f"{what}: it is not described")
     batches = log.take(value, "batches", list, what)
-    if not all(isinstance(b, list) and len(b) == 4 and all(type(n) is int and n >= 0 for n in b) for b in batches):
+    if not are_batches(batches):
         raise Damaged(f"{what}: a batch is not [offset, length, crc32c, n_records]")
     info = SegmentInfo(
         key=log.take(value, "key", str, what),

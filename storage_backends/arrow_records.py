@@ -122,8 +122,8 @@ def _text(records: Records, at: int) -> str | None:
 # ---- columns to records ---------------------------------------------------------------------------------------
 
 
-def from_batch(batch: pa.RecordBatch, what: str) -> Records:
-    """The records of a validated batch."""
+def from_batch(batch: pa.RecordBatch, what: str, wanted: Array | None = None) -> Records:
+    """The records of a validated batch. `wanted`: numbers of those of which the digest is computed, if not of all."""
     kind, call_id, attempt, start, token_ids, logprobs, mask_starts, mask_values, *rest = batch.columns
     lineage, number, digest, body, *wide = rest
     kinds = columns.numbers(kind, "kind", what)
@@ -170,8 +170,10 @@ def from_batch(batch: pa.RecordBatch, what: str) -> Records:
     texts = body.to_pylist()
     requests = {at: bodies.request(at, texts[at]) for at in np.flatnonzero(kinds == OPENED).tolist()}
     ends = {at: bodies.end(at, texts[at]) for at in np.flatnonzero(kinds == ENDED).tolist()}
-    computed = digests(request_digests=bodies.digests, **taken)
-    if (wrong := (computed != columns.sixteens(digest)) & (kinds != ENDED)).any():
+    computed = digests(request_digests=bodies.digests, **taken, wanted=wanted)
+    looked_at = kinds == OPENED
+    looked_at[slice(None) if wanted is None else wanted] = True
+    if (wrong := (computed != columns.sixteens(digest)) & (kinds != ENDED) & looked_at).any():
         raise where.mismatch(wrong, "the content does not have the recorded digest")
     return Records(kinds=kinds, attempts=attempts, requests=requests, ends=ends, digests=computed, **taken)
 

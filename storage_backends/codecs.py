@@ -15,7 +15,7 @@ from functools import cache
 from typing import Literal
 
 from recovery.errors import ConfigError, Damaged, FormatNotUnderstood
-from recovery.model import Record, SegmentInfo
+from recovery.model import Array, Record, SegmentInfo
 from recovery.ports import EncodedSegment, SegmentCodec
 from recovery.records import Records
 
@@ -67,9 +67,11 @@ class MixedSegmentCodec:
         codec = _codec_of_bytes(data) if info is None else codec_of_key(info.key)
         return codec.decode(data, info)
 
-    def decode_parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[Callable[[], Records]]:
+    def decode_parts(
+        self, data: bytes, info: SegmentInfo | None, wanted: Array | None = None
+    ) -> Sequence[Callable[[], Records]]:
         codec = _codec_of_bytes(data) if info is None else codec_of_key(info.key)
-        return codec.decode_parts(data, info)
+        return codec.decode_parts(data, info, wanted)
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         return codec_of_key(info.key).decode_batch(data, info, batch)

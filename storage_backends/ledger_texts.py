@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from recovery.errors import Damaged
-from recovery.model import FINISH_REASONS, Restarted, Restore, Resumed
+from recovery.model import FINISH_REASONS, Restarted, Restore, Resumed, are_batches
 from storage_backends.keys import is_key
 from storage_backends.strict_json import Where, dump, parse, parse_list, take, take_number, take_stop_reason
 
@@ -43,10 +43,8 @@ def check_header(header: dict[str, Any], what: str) -> None:
         wide = segment.get("wide", [])
         if not isinstance(wide, list) or not all(isinstance(type_, str) for type_ in wide):
             raise Damaged(f"{name}: wide is no list of types")
-        for batch in take(segment, "batches", list, name):
-            numbers = isinstance(batch, list) and len(batch) == 4 and all(type(n) is int for n in batch)
-            if not numbers or min(batch) < 0:
-                raise Damaged(f"{name}: a batch is not [offset, length, crc32c, n_records]")
+        if not are_batches(take(segment, "batches", list, name)):
+            raise Damaged(f"{name}: a batch is not [offset, length, crc32c, n_records]")
     if any(len({segment[name] for segment in segments}) != len(segments) for name in ("key", "number")):
         raise Damaged(f"{what}: a segment is described twice")
 

@@ -29,6 +29,7 @@ from recovery.model import BatchInfo, Record, SegmentInfo
 from recovery.ports import EncodedSegment
 from recovery.records import Records
 from storage_backends import arrow_wide, zarr_arrays, zarr_batches, zarr_zip
+from storage_backends.arrow_columns import Array, divided
 from storage_backends.arrow_records import from_batch, to_arrays
 from storage_backends.sums import check_bytes, crc32c, crc_from_key
 from storage_backends.zarr_arrays import RECORDS_PER_BATCH, Layout
@@ -98,7 +99,9 @@ class ZarrSegmentCodec:
     def decode(self, data: bytes, info: SegmentInfo | None) -> Records:
         return Records.joined([part() for part in self.decode_parts(data, info)])
 
-    def decode_parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[Callable[[], Records]]:
+    def decode_parts(
+        self, data: bytes, info: SegmentInfo | None, wanted: Array | None = None
+    ) -> Sequence[Callable[[], Records]]:
         what = "a segment" if info is None else f"segment {info.key}"
         if info is not None:
             check_bytes(data, nbytes=info.nbytes, crc32c=info.crc32c, what=what)
@@ -108,7 +111,8 @@ class ZarrSegmentCodec:
             found = [(batch.begin, batch.stop - batch.begin, batch.n_records) for batch in batches]
             if told != found or layout.types != info.wide:
                 raise Damaged(f"{what} is not divided into batches, or has not the wide columns, as recorded")
-        return [partial(_read, batch, layout, what) for batch in batches]
+        own = divided(wanted, [batch.n_records for batch in batches])
+        return [partial(_read, batch, layout, numbers, what) for batch, numbers in zip(batches, own, strict=True)]
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         if not 0 <= batch < len(info.batches):
@@ -122,9 +126,9 @@ class ZarrSegmentCodec:
         return from_batch(from_columns(columns, info.wide, what), what)
 
 
-def _read(batch: _Batch, layout: Layout, what: str) -> Records:
+def _read(batch: _Batch, layout: Layout, wanted: Array | None, what: str) -> Records:
     columns = zarr_batches.read_columns(batch.runs, batch.n_records, layout, what)
-    return from_batch(from_columns(columns, layout.types, what), what)
+    return from_batch(from_columns(columns, layout.types, what), what, wanted)
 
 
 def _open(data: bytes, what: str) -> tuple[Layout, list[_Batch]]:

@@ -19,6 +19,7 @@ import numpy as np
 from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood
 from recovery.ledger_columns import LedgerRows, Names
 from recovery.model import (
+    Array,
     BatchInfo,
     CallId,
     Chunk,
@@ -133,8 +134,10 @@ class PlainSegments:
             raise DigestMismatch(f"{info.key} is not what was written")
         return Records.of([_record_from_json(value) for value in json.loads(data)])
 
-    def decode_parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[Callable[[], Records]]:
-        """One record at a time."""
+    def decode_parts(
+        self, data: bytes, info: SegmentInfo | None, wanted: Array | None = None
+    ) -> Sequence[Callable[[], Records]]:
+        """One record at a time, each with its digest."""
         return [partial(Records.of, [record]) for record in self.decode(data, info)]
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:

@@ -1,4 +1,4 @@
-"""`bench snapshot --quick`, `bench kills --quick`: what they count is right; how long it took is not looked at.
+"""`bench snapshot`, `bench restore`, `bench kills`, all `--quick`: what they count is right, not how long it took.
 
 Invariant: nothing here depends on how fast the machine is, or on what the seed draws.
 """
@@ -53,3 +53,12 @@ def test_kills_in_small(tmp_path: Path) -> None:
     document = _document(tmp_path, "kills")
     assert document["figures"].keys() == {"ratio", "finish", "bias", "run"}
     assert all(bound["met"] for bound in document["bounds"])
+
+
+def test_a_restore_is_beside_pyarrow_for_more_and_more_calls(tmp_path: Path) -> None:
+    document = _document(tmp_path, "restore")
+    figures = document["figures"]["calls"]
+    assert {calls: figure["tokens"] for calls, figure in figures.items()} == {"10": 320, "20": 640}
+    (law,) = document["laws"]
+    assert [len(points) for points in law["series"].values()] == [2, 2, 2, 2]
+    assert figures["20"]["bytes"] > figures["10"]["bytes"] > 0

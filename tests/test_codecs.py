@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -17,6 +18,7 @@ from recovery.ledger import Ledger
 from recovery.model import Chunk, Opened, Record
 from recovery.ports import Put
 from recovery.reading import read_segment, read_transcripts
+from recovery.records import Records
 from recovery.staging import coordinates_of
 from storage_backends.arrow_segments import ArrowSegmentCodec
 from storage_backends.codecs import CodecName, MixedSegmentCodec, codec_of_key, segment_codec
@@ -157,3 +159,40 @@ def test_zarr_segments_need_no_zarr() -> None:
         "assert list(map(plain, M().decode(s.data, s.info))) == list(map(plain, records))"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("write", BOTH)
+def test_a_chunk_is_hashed_if_it_is_wanted(write: CodecName) -> None:
+    """A segment in which one chunk is not what its digest says, though its bytes are those that were written."""
+    codec, records = segment_codec(write), Records.of(many(150, 9))
+    digests = records.digests.copy()
+    bad = 100
+    digests[bad] = b"x" * 16
+    segment = codec.encode(dataclasses.replace(records, digests=digests), segment_stem(1, "w0.00000000", 1, "00000000"))
+    for wanted in (None, np.array([bad]), np.array([149, bad, 0])):
+        with pytest.raises(DigestMismatch, match="the content does not have the recorded digest"):
+            [part() for part in codec.decode_parts(segment.data, segment.info, wanted)]
+    wanted = np.array([3, 148, 7, bad - 1, bad + 1])
+    found = Records.joined([part() for part in codec.decode_parts(segment.data, segment.info, wanted)])
+    assert found.digests[wanted].tolist() == records.digests[wanted].tolist()
+    assert found.digests[bad].tobytes() == bytes(16), "nobody takes it for the chunk that a ledger means"
+
+
+@pytest.mark.parametrize("write", BOTH)
+def test_f3_every_flipped_byte_is_found_whatever_is_wanted(write: CodecName) -> None:
+    """Of one call of many: the bytes of the others are not hashed, but no byte of the object goes unchecked."""
+    store, ledger = MemoryStore(), Ledger()
+    records = [*many(3, 5), *(_of_call(record, 1) for record in many(12, 5, seed=1))]
+    segment = segment_codec(write).encode(records, segment_stem(1, "w0.00000000", 1, "00000000"))
+    store.put_new(segment.info.key, segment.data)
+    ledger.describe(segment.info)
+    for at in coordinates_of(records, segment.info.key):
+        ledger.apply(at)
+    entry = next(iter(ledger))
+    assert read_transcripts(store, MixedSegmentCodec(), ledger, [entry])
+    for at in range(len(segment.data)):
+        flipped = bytearray(segment.data)
+        flipped[at] ^= 1 << at % 8
+        store.put(segment.info.key, bytes(flipped))
+        with pytest.raises(DigestMismatch):
+            read_transcripts(store, MixedSegmentCodec(), ledger, [entry])

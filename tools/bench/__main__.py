@@ -17,7 +17,7 @@ from typing import Protocol
 from rich.console import Console
 
 from bench import __doc__ as about
-from bench import capture, cut, everything, exact, kills, latest, scale, snapshot, store
+from bench import capture, cut, everything, exact, kills, latest, restore, scale, snapshot, store
 from bench.plot import plot
 from bench.report import Report
 
@@ -38,6 +38,7 @@ class Verb(Protocol):
 VERBS: dict[str, Verb] = {
     "store": store,
     "snapshot": snapshot,
+    "restore": restore,
     "exact": exact,
     "latest": latest,
     "scale": scale,

@@ -49,7 +49,7 @@ def measure(
     rng: np.random.Generator,
 ) -> None:
     report.title(f"restore of {calls:,} calls of {sum(chunks):,} tokens")
-    job = _fill(folder, corpus, logprobs, calls, chunks, rng)
+    job = fill(folder, corpus, logprobs, calls, chunks, rng)
     rows: list[list[object]] = []
     for name in ("as flushed", "compacted"):
         if name == "compacted":
@@ -68,7 +68,7 @@ def measure(
     )
 
 
-def _fill(
+def fill(
     folder: Path,
     corpus: Corpus,
     logprobs: Float32Array,
@@ -110,8 +110,8 @@ def _measure_one(
     ways: dict[str, Callable[[], object]] = {
         "restore": lambda: restored(folder),
         "with inputs": lambda: with_inputs(folder),
-        "pyarrow": lambda: _decode(folder, keys, threads=True),
-        "pyarrow, one thread": lambda: _decode(folder, keys, threads=False),
+        "pyarrow": lambda: decode(folder, keys, threads=True),
+        "pyarrow, one thread": lambda: decode(folder, keys, threads=False),
     }
     wall, processor = paired(ways, rounds, rng)
     faster = [min(pair) for pair in zip(wall["pyarrow"], wall["pyarrow, one thread"], strict=True)]
@@ -168,7 +168,7 @@ def with_inputs(folder: Path) -> list[tuple[RestoredCall, Int32Array]]:
     return made
 
 
-def _decode(folder: Path, keys: list[str], *, threads: bool) -> list[pa.RecordBatch]:
+def decode(folder: Path, keys: list[str], *, threads: bool) -> list[pa.RecordBatch]:
     options = pa.ipc.IpcReadOptions(use_threads=threads)
     batches = []
     for key in keys:
