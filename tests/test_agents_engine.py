@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests import agent_engine_life as life
 from tests.conftest import OnLoop
 
@@ -46,6 +48,7 @@ def outcome(folder: Path, mode: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.timeout(1500)  # five starts of an engine, each of which may take PATIENCE_S
 def test_g8_an_agent_on_the_engine_killed_in_mid_decode_and_around_its_tool(
     tmp_path: Path, quick_path: Path, tiny_model: Path, engine: Any, on_loop: OnLoop[Any]
 ) -> None:
