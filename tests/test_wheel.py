@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import OnLoop
 from tests.engine_runs import ask
 from tests.job_files import FLUSH, assert_whole, lines, rows_of, write_job
-from tests.job_processes import running, wait_until
+from tests.job_processes import running, stop_with_something_saved
 from vllm_hooks import surface
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ def in_venv(installed: Path, tmp_path: Path) -> Run:
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
         command = [str(installed / "bin" / name), *arguments]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False
         )
 
     return run
@@ -67,8 +67,8 @@ def test_w15_what_is_imported_is_what_was_installed(installed: Path, in_venv: Ru
     files = in_venv("python", "-c", script).stdout.split()
     assert len(files) == len(names)
     assert all(file.startswith(str(installed)) for file in files), files
-    found = in_venv("python", "-c", "import tests")
-    assert found.returncode != 0 and "No module named 'tests'" in found.stderr
+    found = in_venv("python", "-c", "import tests.job_files")  # other packages have a `tests` too
+    assert found.returncode != 0 and "No module named 'tests" in found.stderr
 
 
 def test_w15_both_commands(in_venv: Run) -> None:
@@ -89,8 +89,7 @@ def test_w15_a_job_is_killed_and_continued(
     python = installed / "bin" / "python"
     with running(config, "first", program=COMMAND, python=python, cwd=tmp_path) as job:
         job.after(rng.randint(8 * FLUSH, 1000))
-        # A first flush is the slowest; a kill before it has landed would leave nothing to carry on.
-        wait_until(lambda: len(list((tmp_path / "store" / "seg").rglob("*.arrow"))) >= 3, "three segments")
+        stop_with_something_saved(job, str(tmp_path / "store"))
         job.kill_group()
     again = in_venv("prefix-recovery", "run", "job.yaml")
     assert again.returncode == 0, again.stderr
