@@ -306,6 +306,23 @@ async def test_a_client_that_leaves_loses_nothing(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_where_a_call_was_carried_on_is_told_in_the_next_life(tmp_path: Path) -> None:
+    async with served(tmp_path / "s") as one:
+        first = Client(one.app, ASK, x_attempt_id="a")
+        one.captured.allow(3)
+        await first.until(lambda: len(first.tokens) == 3)
+        first.left.set()
+        await first.answer()
+    async with served(tmp_path / "s") as two:
+        assert two.attempts.describe("a")["state"] == "interrupted"
+        two.captured.allow(3)
+        assert (await Client(two.app, ASK, x_attempt_id="a").answer()).tokens == list(range(6))
+        (call,) = two.attempts.describe("a")["calls"]
+        assert (call["n_tokens"], call["resumed_at"]) == (6, [3])
+        assert two.attempts.status()["tokens_captured"] == 3
+
+
+@on_loop
 async def test_a_client_that_leaves_in_its_body_is_nobody(tmp_path: Path) -> None:
     async with served(tmp_path / "s") as one:
         client = Client(one.app, ASK, x_attempt_id="a")

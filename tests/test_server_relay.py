@@ -9,13 +9,17 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recovery.errors import ConfigError
-from tests.test_server_http import ASK, CHAT, Client, Served, on_loop, served
+from tests.test_server_http import ASK, CHAT, LONGEST_S, Client, Served, on_loop, served
 from vllm_hooks import server_claims as claims
+from vllm_hooks import server_plugin
+from vllm_hooks.server_engine import AttemptEngine
+from vllm_hooks.server_plugin import RecoveryEndpoints
 from vllm_hooks.server_relay import RelayLayer, RelayServer, socket_path
 
 
@@ -129,6 +133,49 @@ async def test_a_process_that_captures_no_more_is_an_error_of_its_own(tmp_path: 
         with pytest.raises(ConnectionError, match="broke off"):
             await client.answer()
         assert client.tokens == [0] and not client.over
+
+
+def test_of_the_processes_of_one_launcher_the_first_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plug-in in two processes, as vLLM puts it in: the second has no session, and hands on."""
+    store = f"rollout_checkpointing.store={tmp_path / 'store'}"
+    monkeypatch.setenv(server_plugin.SET, f"rollout_checkpointing.enabled=true {store}")
+    args = SimpleNamespace(chat_template=None)
+
+    async def plugged_in(rank: int) -> tuple[RecoveryEndpoints, Any]:
+        layers: list[Any] = []
+        plugin = RecoveryEndpoints()
+        plugin.attach_router(SimpleNamespace(add_middleware=layers.append))
+        processes = SimpleNamespace(_api_process_rank=rank, _api_process_count=2)
+        client = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=processes))
+        state = SimpleNamespace(openai_serving_chat=SimpleNamespace(engine_client=client))
+        await plugin.init_state(client, state, args)
+        assert (state.openai_serving_chat.engine_client is client) == (rank > 0)
+        return plugin, layers[0]
+
+    async def scenario() -> None:
+        async with served(tmp_path / "store") as one:
+
+            async def opened(*_: Any, **__: Any) -> Any:
+                return one.session
+
+            monkeypatch.setattr(server_plugin, "open_session", opened)
+            monkeypatch.setattr(server_plugin, "RecoverableEngine", lambda *_, **__: one.captured)
+            second, make_second = await plugged_in(1)
+            first, make_first = await plugged_in(0)
+            first_layer, second_layer = make_first(one._handler), make_second(one._handler)
+            one.engine = AttemptEngine(None, one.captured, one.session, first.attempts.records)
+            early = await Client(second_layer, ASK, x_attempt_id="a").answer()
+            assert early.code == "recovery_starting"
+            await first.start(first_layer)
+            one.captured.allow(6)
+            assert (await Client(second_layer, ASK, x_attempt_id="a").answer()).tokens == list(range(6))
+            assert first.attempts.describe("a")["state"] == "ended"
+            assert not hasattr(second, "session")
+            await first.stop()
+
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        asyncio.run(asyncio.wait_for(scenario(), LONGEST_S))
 
 
 def test_the_socket_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
