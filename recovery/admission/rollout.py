@@ -22,7 +22,7 @@ from functools import partial
 from recovery.admission import view
 from recovery.admission.attempts import Attempt, Execution, Record
 from recovery.admission.changes import Changes, Deadline, LongWait
-from recovery.admission.generation import Engine, Generate, check_engines, each_sample, pinned, run
+from recovery.admission.generation import Engine, Generate, Generation, check_engines, each_sample, pinned
 from recovery.admission.holds import AdmissionClosed, Hold, HoldKind, Lifecycle
 from recovery.admission.leases import Lease
 from recovery.admission.limits import Exhausted, Limits, Waiting
@@ -62,7 +62,8 @@ class FullyAsyncRollout:
         generate: makes a group's samples; by default each sample is given to the engine for itself.
         keep: a finished group for which it is false is never trained on (dynamic sampling).
         prefixes: what the engines' store knows of unfinished samples after a restart.
-        on_version: told of every version in the step in which it becomes the current one.
+        on_version: told of every version in the step in which it becomes the current one; if it raises, the update has
+            failed and the version is not published.
     """
 
     def __init__(
@@ -84,7 +85,6 @@ class FullyAsyncRollout:
         check_rollout(config, batch_groups)
         self._source = source
         self._engines = list(engines)
-        self._generate = generate
         self._clock = clock
         self._entropy = entropy
         self._prefixes = prefixes
@@ -98,6 +98,7 @@ class FullyAsyncRollout:
             batch_groups=batch_groups,
             buffer_max=config.async_buffer_max_groups,
         )
+        self._generation = Generation(generate, limits.executing)
         staleness = Staleness(
             limit=config.max_policy_version_lag,
             policy=config.on_stale,
@@ -320,7 +321,7 @@ class FullyAsyncRollout:
         except Exception as error:
             self.ownership.fail(error)
             return
-        work = run(self._generate, copies(record.attempt.samples), self._engines[index])
+        work = self._generation.run(copies(record.attempt.samples), self._engines[index])
         task = asyncio.get_running_loop().create_task(work, name=record.attempt.reservation_id)
         self._tasks[execution] = (task, index)
         task.add_done_callback(partial(self._ended, execution))
@@ -380,6 +381,7 @@ class FullyAsyncRollout:
                 names = ", ".join(sorted(task.get_name() for task, _ in self._tasks.values()))
                 raise TerminalPending(f"{len(self._tasks)} groups have not stopped: {names}")
         errors = self.ownership.settle_all()
+        self._generation.close()
         self.changes.tell()
         if errors:
             raise errors[0]

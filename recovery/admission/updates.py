@@ -5,10 +5,12 @@ Does not know: how weights are pushed, what an evaluation does, how a snapshot i
 
 Invariants (numbers are those of docs/admission.md):
 1. (A27) An update excludes evaluations and cuts, and each of them an update.
-2. (A59, A64) The version grows after the push and after the hook, and only if both succeeded.
+2. (A59, A64) The version grows after the push and after the hook, and only if both succeeded, and whoever has to be
+   told of it in that step was.
 3. (A26, A63, M30) A failed update leaves its hold active and the engines torn; the next update goes on under that hold.
 4. (M30) Who waits for the fence while the engines are torn is told so instead of waiting for ever.
-5. (A27) A task that is inside is refused what would have to wait until it has left.
+5. (A27) A task that is inside is refused what would have to wait until it has left; an evaluation that
+   is started in another one does not stand in line behind those who wait for that one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from recovery.admission.changes import Deadline, LongWait
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 Push = Callable[[PolicyVersion], Awaitable[object]]
 Before = Callable[[PolicyVersion], Awaitable[object]]
 After = Callable[[PolicyVersion, bool], Awaitable[object]]
+
+_STARTED_IN: ContextVar[frozenset[Pass]] = ContextVar("passes inside which this was started", default=frozenset())
+"""Tasks begin with the context of who made them."""
 
 
 class DeadlinePassed(Exception):
@@ -77,8 +83,9 @@ class WeightUpdates:
     ) -> PolicyVersion:
         """Drain, push the next version (`again`: the present one), publish it. Returns the version.
 
-        Raises what `before`, `push` or `after` raised, or ConfigError for one that cannot be awaited. If `before` did,
-        nothing has happened; after a failed push the rollout stays held until a later update succeeds.
+        Raises what `before`, `push`, `after` or `on_version` raised, or ConfigError for one that cannot be awaited. If
+        `before` did, nothing has happened; after any other failure nothing is published, and the rollout stays held
+        until a later update succeeds.
         """
         deadline = Deadline(timeout_s)
         one = await self._enter(Work.UPDATE, owner, deadline)
@@ -116,11 +123,12 @@ class WeightUpdates:
         try:
             if after is not None:
                 await _awaitable("after", after(target, True))
+            own.gate.check_may_record(hold)
+            self._rollout.on_version(target)
         except BaseException:
             own.end_update(hold, False)
             raise
         own.end_update(hold, True)
-        self._rollout.on_version(target)
 
     async def _drained(self, owner: str, deadline: Deadline) -> Hold:
         """A drain hold whose frontier has ended: the one that a failed update left, or a new one."""
@@ -192,25 +200,35 @@ class WeightUpdates:
 
     async def _enter(self, work: Work, owner: str, deadline: Deadline) -> Pass:
         own, long = self._rollout.ownership, LongWait(owner)
-        while True:
-            if own.gate.lifecycle is not Lifecycle.OPEN:
-                raise AdmissionClosed("the rollout was closed")
-            if own.versions.torn and work is Work.EVALUATION:
-                raise EnginesTorn("a weight update failed: push this version again or the next one first")
-            got = own.fence.enter(work, owner)
-            if isinstance(got, Pass):
-                self._inside[got] = asyncio.current_task()
-                return got
-            for one, task in self._inside.items():
-                if task is asyncio.current_task():
-                    raise WaitsForItself(
-                        f"{owner} waits for a {work.value} inside the {one.work.value} of {one.owner}, in one task"
-                    )
-            if deadline.passed:
-                raise DeadlinePassed(f"{owner}: waited for the {got}")
-            await self._rollout.changes.next(long.until(deadline, got, f"the {got} is not over"))
+        shared = work is Work.EVALUATION and any(one in self._inside and one.work is work for one in _STARTED_IN.get())
+        place = None if shared else own.fence.stand(work, owner)
+        try:
+            while True:
+                if own.gate.lifecycle is not Lifecycle.OPEN:
+                    raise AdmissionClosed("the rollout was closed")
+                if own.versions.torn and work is Work.EVALUATION:
+                    raise EnginesTorn("a weight update failed: push this version again or the next one first")
+                got = own.fence.enter(work, owner, place)
+                if isinstance(got, Pass):
+                    self._inside[got] = asyncio.current_task()
+                    _STARTED_IN.set(_STARTED_IN.get() | {got})
+                    return got
+                for one, task in self._inside.items():
+                    if task is asyncio.current_task():
+                        raise WaitsForItself(
+                            f"{owner} waits for a {work.value} inside the {one.work.value} of {one.owner}, in one task"
+                        )
+                if deadline.passed:
+                    raise DeadlinePassed(f"{owner}: waited for the {got}")
+                await self._rollout.changes.next(long.until(deadline, got, f"the {got} is not over"))
+        except BaseException:
+            if place is not None:
+                own.fence.give_up(place)
+                self._rollout.changes.tell()  # those behind it
+            raise
 
     def _leave(self, one: Pass) -> None:
         del self._inside[one]
+        _STARTED_IN.set(_STARTED_IN.get() - {one})
         self._rollout.ownership.fence.leave(one)
         self._rollout.changes.tell()
