@@ -64,7 +64,7 @@ class Trainer:
     """What the trainer's own checkpoint holds."""
 
     rollout: int = 0
-    version: int = 0
+    version: PolicyVersion | int = 0
     trained: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)
 
 
@@ -105,7 +105,7 @@ class JobLife:
     def __init__(self, job: Job, store: ObjectStore, number: int) -> None:
         self.job, self.rng = job, random.Random(f"{job.seed} {number}")
         trainer = job.trainer
-        fits = partial(check_fits, rollout=trainer.rollout)
+        fits = partial(check_fits, rollout=trainer.rollout, version=trainer.version)
         self.life = Life(store, number, prompts=(), compatible=fits, fleet=JobFleet)
         assert self.life.restored.states is not None
         participants = Participants(self.life.carried, ManualClock())
@@ -255,7 +255,7 @@ class JobLife:
     async def save(self, rollout: int, version: PolicyVersion) -> None:
         assert version == self.pushed == self.serving, "what is saved is what was pushed"
         trainer = self.job.trainer
-        trainer.rollout, trainer.version, trainer.trained = rollout, version.number, list(self.trained)
+        trainer.rollout, trainer.version, trainer.trained = rollout, version, list(self.trained)
         await asyncio.sleep(1)
 
     async def run(self, stop_s: float | None) -> bool:

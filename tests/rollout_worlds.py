@@ -94,7 +94,7 @@ class Durable:
     lengths: list[int]
     states: dict[str, bytes] | None = None
     rollout: int = 0
-    version: int = 0
+    version: PolicyVersion | int = 0
     trained: list[tuple[str, int]] = field(default_factory=list)
     """(row, sample) of everything the trainer's checkpoint has seen."""
 
@@ -242,7 +242,7 @@ class World:
         """A snapshot first, so that whatever the trainer restores, a snapshot covers it."""
         if not await self.snapshot() or self.rng.random() < 0.2:
             return
-        self.durable.rollout, self.durable.version = rollout, self.rollout.version.number
+        self.durable.rollout, self.durable.version = rollout, self.rollout.version
         self.durable.trained = list(self.trained)
         await asyncio.sleep(self.rng.choice([0, 1]))
         self.rollout.checkpoint_saved(rollout)

@@ -45,8 +45,9 @@ def rows() -> list[dict[str, Any]]:
 class Life:
     """One process: session, rollout, and the trainer at its checkpoint `rollout`."""
 
-    def __init__(self, engine: Any, store: Path, *, rollout: int, version: int) -> None:
-        self.session = open_session(engine, block(store), compatible=partial(check_fits, rollout=rollout))
+    def __init__(self, engine: Any, store: Path, *, rollout: int, version: PolicyVersion) -> None:
+        fits = partial(check_fits, rollout=rollout, version=version)
+        self.session = open_session(engine, block(store), compatible=fits)
         self.engine = RolloutEngine(engine, self.session, ask)
         self.rollout = FullyAsyncRollout(
             ReplaySource(IterableRows(rows()), samples_per_prompt=2),
@@ -97,7 +98,7 @@ def test_a_rollout_that_loses_its_process_twice_trains_every_sample_once(
                 prompt, params = ask(Sample(row_id="", group_index=0, sample_index=i, request_id="", row=row))
                 wanted[row["id"], i] = (await ask_bare(engine, prompt, params, f"bare {row['id']} {i}")).token_ids
         trained: list[Sample] = []
-        at, version, reused = 0, 0, 0
+        at, version, reused = 0, PolicyVersion(), 0
         for number in range(3):
             life = Life(engine, tmp_path / "store", rollout=at, version=version)
             while not isinstance(got := await life.rollout.next_batch(timeout_s=200), Exhausted):
@@ -105,11 +106,11 @@ def test_a_rollout_that_loses_its_process_twice_trains_every_sample_once(
                 life.rollout.commit(got)
                 trained += got.groups[0]
                 if got.rollout == 1:
-                    version = (await life.rollout.updates.update(push)).number
+                    await life.rollout.updates.update(push)
                     assert life.session.version == PolicyVersion(f"e{number + 1}", 1)
                 async with standing(engine):  # a slow disk does not let the calls come to their ends
                     assert await life.rollout.prepare_checkpoint(got.rollout, life.session.want_snapshot, timeout_s=200)
-                at = got.rollout  # the trainer's checkpoint
+                at, version = got.rollout, life.rollout.version  # the trainer's checkpoint
                 life.rollout.checkpoint_saved(at)
                 if number < 2 and saved_in_mid_decode(life):
                     break

@@ -180,7 +180,8 @@ def test_a_snapshot_that_does_not_fit_is_passed_over_for_one_that_does() -> None
 def test_a_trainer_fits_between_what_is_forgotten_and_what_is_covered(
     saved: int, covered: int, rollout: int, fits: bool
 ) -> None:
-    state = {"rollouts": {"newest": 9, "covered": covered}, "source": {"saved": saved}}
+    versions = {"lineage": "a", "number": 0, "forks": {}}
+    state = {"rollouts": {"newest": 9, "covered": covered}, "source": {"saved": saved}, "versions": versions}
     if fits:
         check_fits({NAME: json.dumps(state).encode()}, rollout)
     else:

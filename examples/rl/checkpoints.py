@@ -5,8 +5,8 @@ Does not know: torch (the caller writes the files), the store of snapshots.
 
 Invariants:
 1. A folder of the final name is whole: it was written under another name, synced file by file, and then renamed.
-2. (A42) `rollout` of the anchor is what a restore is asked for: a snapshot fits if it covers that rollout and has
-   forgotten none above it.
+2. (A42) `rollout` and `saved_as` of the anchor are what a restore is asked for: a snapshot fits if it covers that
+   rollout, has forgotten none above it, and is of the same branch.
 3. The one before is kept until the newest is durable.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from prefix_recovery.model_folder import sync
+from recovery.model import PolicyVersion
 
 ANCHOR = "anchor.json"
 _PREFIX, _WRITING = "rollout-", ".writing-"
@@ -27,16 +28,22 @@ _PREFIX, _WRITING = "rollout-", ".writing-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:
-    """`rollout`: what was trained up to it is in the weights. `version`: the number of these weights.
+    """`rollout`: what was trained up to it is in the weights. `version`, `lineage`: of these weights.
 
     `trained`: one entry for each sample that was trained on, in order. `lives`: processes that led here.
     """
 
     rollout: int = 0
     version: int = 0
+    lineage: str = ""
     lives: int = 0
     trained: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+
+    @property
+    def saved_as(self) -> PolicyVersion | int:
+        """What it was saved with; the number only where an older checkpoint says no more."""
+        return PolicyVersion(self.lineage, self.version) if self.lineage else self.version
 
 
 class Checkpoints:

@@ -115,7 +115,7 @@ class Training:
         shutil.rmtree(folder)
 
     async def save(self, rollout: int, version: PolicyVersion) -> None:
-        self.anchor = replace(self.anchor, rollout=rollout, version=version.number)
+        self.anchor = replace(self.anchor, rollout=rollout, version=version.number, lineage=version.lineage)
 
         def write(folder: Path) -> None:
             self._policy.save_weights(folder)
@@ -158,7 +158,7 @@ async def _live(job: Job, llm: Any, checkpoints: Checkpoints, at: Moments) -> di
         llm,
         job.loop.rollout_checkpointing,
         must={"rl.prompts": job.prompts, "rl.samples": job.samples, "rl.longest": job.longest},
-        compatible=partial(check_fits, rollout=begun.rollout),
+        compatible=partial(check_fits, rollout=begun.rollout, version=begun.saved_as),
     )
     engine = RolloutEngine(llm, session, trainer.ask)
     rollout = FullyAsyncRollout(
@@ -176,7 +176,7 @@ async def _live(job: Job, llm: Any, checkpoints: Checkpoints, at: Moments) -> di
     )
     assert session.restored is not None
     rollout.restore(
-        session.restored.states, rollout=begun.rollout, version=begun.version, lineage=f"e{session.stored.epoch}"
+        session.restored.states, rollout=begun.rollout, version=begun.saved_as, lineage=f"e{session.stored.epoch}"
     )
     session.participants.add(rollout.participant)
     reused = session.counters.tokens_reused

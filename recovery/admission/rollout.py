@@ -128,13 +128,14 @@ class FullyAsyncRollout:
     def version(self) -> PolicyVersion:
         return self.ownership.versions.current
 
-    def restore(self, states: Mapping[str, bytes], *, rollout: int, version: int, lineage: str) -> None:
+    def restore(self, states: Mapping[str, bytes], *, rollout: int, version: PolicyVersion | int, lineage: str) -> None:
         """Take up what a snapshot says of this rollout, if it says anything; before `start`.
 
         Args:
             states: the participants' states of the restored snapshot.
             rollout: the trainer's checkpoint is the one after that batch; 0 if it begins anew.
-            version: the number of the policy version in that checkpoint.
+            version: the one that `Trainer.save` was given for that checkpoint; its lineage says of which branch it
+                is. Only its number, if the checkpoint was written without the lineage: refused where that may be two.
             lineage: a name that was never used (with the store's epoch in it, say), for the versions from here on.
 
         Raises FingerprintMismatch, Damaged, or NotOutstanding after `start`, with nothing changed.

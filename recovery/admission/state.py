@@ -7,7 +7,8 @@ Invariants (numbers are those of docs/admission.md):
 1. One step: everything is of one moment, at which admission and lease issue were closed (A15).
 2. Every group before the cursor is in the replay set, or acknowledged with its rollout; a finished one has its samples
    too (M34) if they are JSON, and is generated again if they are not.
-3. A trainer at rollout R may take it up if the rollouts up to R are settled in it, and none above R is forgotten.
+3. A trainer at rollout R may take it up if the rollouts up to R are settled in it, and none above R is forgotten; and
+   if its checkpoint is of the line that led to this state, not of a branch that the trainer went back from.
 4. What is taken up is checked whole before anything is replaced.
 5. (V9) Every process-life is a lineage of its own: versions that an earlier one published after its last snapshot are
    known to nobody but the tokens that were sampled under them, and these must not pass for new ones of the same number.
@@ -65,17 +66,18 @@ class RolloutState:
 
     # ---- in ----------------------------------------------------------------------------------------------------
 
-    def restore(self, states: Mapping[str, bytes], *, rollout: int, version: int, lineage: str) -> None:
-        """Take up a snapshot's states, for a trainer at its checkpoint after `rollout`, at version number `version`.
+    def restore(self, states: Mapping[str, bytes], *, rollout: int, version: PolicyVersion | int, lineage: str) -> None:
+        """Take up a snapshot's states, for a trainer at its checkpoint after `rollout`, with weights of `version`.
 
         `lineage` names the trainer's branch from here on: a name that was never used, e.g. with the store's epoch in
         it. Raises FingerprintMismatch or Damaged, and NotOutstanding after the first reservation; nothing changed then.
         """
         self._source.check_untouched()
-        check_fits(states, rollout)
+        check_fits(states, rollout, version)
+        number = version.number if isinstance(version, PolicyVersion) else version
         if NAME not in states:
-            fresh = PolicyVersions(PolicyVersion(self._own.versions.current.lineage, version))
-            fresh.fork(lineage, version)
+            fresh = PolicyVersions(PolicyVersion(self._own.versions.current.lineage, number))
+            fresh.fork(lineage, number)
             self._own.leases.newest = rollout
             self._own.versions.take_over(fresh)
             self.taken_up = True
@@ -87,9 +89,9 @@ class RolloutState:
         except (KeyError, TypeError, ValueError) as error:
             raise Damaged(f"the state {NAME!r} is malformed: {error!r}") from error
         groups = dict(_finished(_parsed(states, name), group) for name, group in finished)
-        if version > versions.current.number:
-            versions.publish(PolicyVersion(versions.current.lineage, version))
-        versions.fork(lineage, version)
+        if number > versions.current.number:
+            versions.publish(PolicyVersion(versions.current.lineage, number))
+        versions.fork(lineage, number, rollout)
         self._source.restore(state["source"], rollout)
         self._finished = groups
         self._own.versions.take_over(versions)
@@ -105,10 +107,14 @@ class RolloutState:
         return found[1]
 
 
-def check_fits(states: Mapping[str, bytes], rollout: int) -> None:
+def check_fits(states: Mapping[str, bytes], rollout: int, version: PolicyVersion | int = 0) -> None:
     """Raise FingerprintMismatch unless a trainer at its checkpoint `rollout` may take up these states.
 
-    RecoverySession.open takes it (with the rollout bound) as `compatible`: a snapshot that does not fit is passed over.
+    `version` is the one that the checkpoint was saved with: its lineage says which process-life wrote it. Of a
+    checkpoint that has the number only, no more is taken than what can be of one branch.
+
+    RecoverySession.open takes it (with rollout and version bound) as `compatible`: a snapshot that does not fit is
+    passed over.
     """
     if NAME not in states:
         if rollout:
@@ -122,8 +128,10 @@ def check_fits(states: Mapping[str, bytes], rollout: int) -> None:
     try:
         newest, covered = int(state["rollouts"]["newest"]), int(state["rollouts"]["covered"])
         saved = int(state["source"]["saved"])
-    except (KeyError, TypeError, ValueError) as error:
+        versions = PolicyVersions.from_json(state["versions"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"the state {NAME!r} is malformed: {error!r}") from error
+    _check_line(versions, rollout, version)
     if rollout > covered:
         raise FingerprintMismatch(
             f"the trainer is at rollout {rollout}; the snapshot knows what was trained up to {covered} of {newest}",
@@ -133,6 +141,37 @@ def check_fits(states: Mapping[str, bytes], rollout: int) -> None:
         raise FingerprintMismatch(
             f"the trainer is at rollout {rollout}; what was trained up to {saved} is forgotten here",
             hint="start the trainer from its newer checkpoint, or restore an older snapshot",
+        )
+
+
+def _check_line(versions: PolicyVersions, rollout: int, version: PolicyVersion | int) -> None:
+    """Raise FingerprintMismatch unless the checkpoint is of the line that led to these versions."""
+    if not rollout:
+        return  # nothing was trained: that is on every line
+    line, here = dict(versions.line()), versions.current.lineage
+    if not isinstance(version, PolicyVersion):
+        last = list(line.values())[-1]
+        if last is not None and rollout > last:
+            raise FingerprintMismatch(
+                f"the trainer's checkpoint says rollout {rollout} without its lineage; the trainer went back to "
+                f"rollout {last} once, so that there may be two of that number",
+                hint="pass version=PolicyVersion(lineage, number) as Trainer.save was given it; where the checkpoint "
+                f"does not hold it and was certainly written by the newest run, its lineage is {here!r}",
+            )
+        return
+    if version.lineage not in line:
+        raise FingerprintMismatch(
+            f"the trainer's checkpoint (rollout {rollout}) is of lineage {version.lineage!r}, which did not lead to "
+            f"this snapshot of {here!r}",
+            hint=f"start the trainer from a checkpoint of {' or '.join(map(repr, line))}, or restore an older snapshot",
+        )
+    last = line[version.lineage]
+    if last is not None and rollout > last:
+        raise FingerprintMismatch(
+            f"the trainer's checkpoint (rollout {rollout} of lineage {version.lineage!r}) is of a branch that was left:"
+            f" this snapshot is of {here!r}, for which the trainer went back to rollout {last}",
+            hint=f"start the trainer from its newest checkpoint of {here!r}, or from one up to rollout {last}, or "
+            "restore an older snapshot",
         )
 
 

@@ -25,7 +25,7 @@ MOMENTS = ("leased", "committed", "trained", "published", "covered", "saved", "t
 
 
 class Trainer(Protocol):
-    """What trains. Its checkpoint holds the rollout and version that `save` is given: a restart begins with them."""
+    """What trains. Its checkpoint holds what `save` is given, also the version's lineage: a restart begins with it."""
 
     async def train(self, batch: Lease) -> None:
         """One step. From here on `push` pushes what came out of it."""

@@ -11,6 +11,8 @@ Invariants (numbers are those of docs/admission.md):
 3. (V9) A trainer that went back goes on in a lineage of its own, under a name that was never used.
 4. (V10) Lag is defined towards an ancestor only; a version of a dead branch is a ghost, whatever its number.
 5. (A54, A57) A version ahead of the current one, or none at all, is never a lag.
+6. A rollout of a lineage is on the line that led here only up to the one at which the trainer went on under another
+   name.
 """
 
 from __future__ import annotations
@@ -77,13 +79,22 @@ class VersionRefused(Exception):
 
 
 class PolicyVersions:
-    """The one place that holds the current version. `forks`: lineage -> (its parent, number it left the parent at)."""
+    """The one place that holds the current version.
 
-    def __init__(self, current: PolicyVersion, forks: Mapping[str, tuple[str, int]] | None = None) -> None:
+    `forks`: lineage -> (its parent, number it left the parent at). `begun`: lineage -> the trainer's rollout then.
+    """
+
+    def __init__(
+        self,
+        current: PolicyVersion,
+        forks: Mapping[str, tuple[str, int]] | None = None,
+        begun: Mapping[str, int] | None = None,
+    ) -> None:
         self.current = current
         self.state = State.STEADY
         self.target: PolicyVersion | None = None
         self._forks = dict(forks or {})
+        self._begun = dict(begun or {})
 
     @property
     def torn(self) -> bool:
@@ -141,8 +152,19 @@ class PolicyVersions:
         self.current, self.state = version, State.STEADY
         return True
 
-    def fork(self, lineage: str, at: int) -> PolicyVersion:
-        """The trainer went back to number `at`: go on from there under a new name."""
+    def line(self) -> list[tuple[str, int | None]]:
+        """The lineages that led here, the current one first, each with its last rollout that did. None: no bound."""
+        lineage, last = self.current.lineage, None
+        found: list[tuple[str, int | None]] = [(lineage, None)]
+        while lineage in self._forks:
+            bounds = [one for one in (last, self._begun.get(lineage)) if one is not None]
+            last = min(bounds, default=None)
+            lineage = self._forks[lineage][0]
+            found.append((lineage, last))
+        return found
+
+    def fork(self, lineage: str, at: int, rollout: int | None = None) -> PolicyVersion:
+        """The trainer went back to number `at`, after that rollout of its own: go on from there under a new name."""
         if self.state is State.UPDATING:
             raise VersionRefused(f"an update to {self.target} is under way")
         used = {self.current.lineage, *self._forks, *(parent for parent, _ in self._forks.values())}
@@ -151,12 +173,15 @@ class PolicyVersions:
         if not 0 <= at <= self.current.number:
             raise VersionRefused(f"number {at} is not in the past of {self.current}")
         self._forks[lineage] = (self.current.lineage, at)
+        if rollout is not None:
+            self._begun[lineage] = rollout
         self.current = PolicyVersion(lineage, at)
         return self.current
 
     def take_over(self, other: PolicyVersions) -> None:
         """Be what `other` is: after a restore, before anything was admitted."""
-        self.current, self.state, self._forks = other.current, other.state, dict(other._forks)
+        self.current, self.state = other.current, other.state
+        self._forks, self._begun = dict(other._forks), dict(other._begun)
 
     def _step(self, event: Event) -> None:
         target = TRANSITIONS.get((self.state, event))
@@ -166,10 +191,12 @@ class PolicyVersions:
 
     def to_json(self) -> dict[str, Any]:
         forks = {name: list(fork) for name, fork in self._forks.items()}
-        return {"lineage": self.current.lineage, "number": self.current.number, "forks": forks}
+        state = {"lineage": self.current.lineage, "number": self.current.number, "forks": forks}
+        return {**state, "begun": self._begun}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PolicyVersions:
         """Raises KeyError, TypeError or ValueError for what `to_json` does not make."""
         forks = {str(name): (str(parent), int(at)) for name, (parent, at) in value["forks"].items()}
-        return cls(PolicyVersion(value["lineage"], value["number"]), forks)
+        begun = {str(name): int(rollout) for name, rollout in value.get("begun", {}).items()}
+        return cls(PolicyVersion(value["lineage"], value["number"]), forks, begun)
