@@ -152,6 +152,18 @@ class RolloutConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = None
 
 
+class RayConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Ray that a job of several workers runs on (docs/ray.md)."""
+
+    AT: ClassVar[str] = "ray"
+
+    address: Annotated[
+        Text | None, Meta(description="Of a running Ray, such as auto or HOST:PORT; null: one for this job, here.")
+    ] = None
+    cpus_per_worker: Annotated[float, Meta(gt=0, le=1024, description="Ray's count of CPUs for a worker.")] = 1.0
+    gpus_per_worker: Annotated[float, Meta(ge=0, le=1024, description="Ray's count of GPUs for a worker.")] = 0.0
+
+
 class JobConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job of `prefix-recovery run`: prompts in, one result for every sample out."""
 
@@ -162,6 +174,8 @@ class JobConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampling: Annotated[Tree, Meta(description="vLLM SamplingParams fields.")] = field(default_factory=dict)
     samples_per_prompt: Annotated[Positive, Meta(description="Results wanted for each prompt.")] = 1
     max_concurrent_calls: Annotated[Positive, Meta(description="Calls given to the engine at a time.")] = 16
+    workers: Annotated[Positive, Meta(description="Engines; more than one run on Ray.")] = 1
+    ray: Annotated[RayConfig, Meta(description="The Ray that workers run on.")] = RayConfig()
     rollout_checkpointing: Annotated[CheckpointingConfig, Meta(description="Snapshots and restore.")] = (
         CheckpointingConfig()
     )
@@ -194,6 +208,11 @@ def effective_mode(config: JobConfig | CheckpointingConfig) -> Mode:
     """The mode that applies: off unless the block is enabled."""
     block = config.rollout_checkpointing if isinstance(config, JobConfig) else config
     return block.gym.mode if block.enabled else "off"
+
+
+def runs_on_ray(config: JobConfig) -> bool:
+    """Whether the engines of a job are actors of Ray; else there is one, in this process."""
+    return config.workers > 1 or config.ray.address is not None
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> JobConfig:

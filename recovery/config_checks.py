@@ -82,6 +82,7 @@ def check_combinations(config: JobConfig) -> None:
         raise FieldError("engine.model", "is given twice", "remove it: the field `model` names the model")
     if config.sampling.get("n", 1) != 1:
         raise FieldError("sampling.n", "is not how samples are counted", "use samples_per_prompt")
+    _check_ray(config, on)
     _check_store(block, on)
     _check_places(config, block.store if on else None)
     for row in NOT_OF_A_BATCH_JOB:
@@ -94,6 +95,18 @@ def check_loop(config: LoopConfig) -> None:
     block = config.rollout_checkpointing
     on = block.enabled and block.gym.mode != "off"
     _check_store(block, on)
+
+
+def _check_ray(config: JobConfig, on: bool) -> None:
+    if config.workers == 1 and config.ray.address is None:
+        return
+    if not on:
+        problem = f"found {config.workers}, and rollout_checkpointing is off"
+        raise FieldError(
+            "workers", problem, "set rollout_checkpointing.enabled: true, or workers: 1 without ray.address"
+        )
+    if config.metrics is not None:
+        raise FieldError("metrics", "is not served for workers on Ray", "leave it out")
 
 
 def _check_store(block: CheckpointingConfig, on: bool) -> None:

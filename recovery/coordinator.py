@@ -170,8 +170,13 @@ class Coordinator:
         run: Callable[[Callable[[], object], float], object] = in_this_thread,
         compactor: Compactor | None = None,
         joined: Joined | None = None,
+        amend: Callable[[], int | None] = lambda: None,
     ) -> None:
+        """`amend` changes the ledger once what was stored has extended it, in the thread that does so. It gives the
+        number of the slot that its changes name, if they name one: they are published as that one or not yet."""
         self._publication = publication
+        self._amend = amend
+        self._publish_as: int | None = None
         self._compactor = compactor
         self._joined = joined
         self._fleet = fleet
@@ -319,6 +324,7 @@ class Coordinator:
         self._publication.log.settle()
         self._extend()
         self._put_in_place()
+        self._publish_as = self._amend()
         self._draft = self._publication.record(self._states)
 
     def _validate(self, deadline: float) -> None:
@@ -352,4 +358,12 @@ class Coordinator:
 
     def _publish(self, cause: str) -> Slot:
         assert self._draft is not None
-        return self._publication.publish(self._draft, cause=cause, fingerprint=self._fingerprint, restored_from=None)
+        slot = self._publication.publish_as(
+            self._publish_as, self._draft, cause=cause, fingerprint=self._fingerprint, restored_from=None
+        )
+        if slot is None:
+            raise SnapshotAbandoned(
+                f"log slot {self._publish_as} is somebody else's",
+                hint="nothing to do: the next snapshot has the next slot",
+            )
+        return slot

@@ -246,7 +246,7 @@ def restore(
                 transcripts = read_transcripts(store, segments, ledger, (e for e in ledger if e.state == OPEN))
             restored.calls = planned(transcripts, stop)
             for call in restored.calls:
-                _carry_out(ledger, call, snapshot_id, exactness)
+                carry_out(ledger, call, snapshot_id, exactness)
     restored.published = _publish(publication, states(restored), snapshot_id, fingerprint_hex, restored.snapshot)
     restored.uncollected = _collect(store, publication, ledgers, chosen, keep_latest_k)
     return restored
@@ -288,7 +288,7 @@ def _collect(
     return None
 
 
-def _carry_out(ledger: Ledger, call: RestoredCall, snapshot_id: int, exactness: str) -> None:
+def carry_out(ledger: Ledger, call: RestoredCall, snapshot_id: int, exactness: str) -> None:
     """What the plan of a call does to the ledger."""
     call_id, plan = call.entry.call_id, call.plan
     match plan:

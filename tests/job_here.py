@@ -18,7 +18,7 @@ from prefix_recovery.prompts import read_prompts
 from prefix_recovery.results import Results
 from recovery.config import load_config
 from tests.engine_runs import ask, standing, until
-from vllm_hooks import open_session, surface
+from vllm_hooks import RecoverableEngine, open_session, surface
 
 
 @contextlib.asynccontextmanager
@@ -32,7 +32,11 @@ async def job(engine: Any, config_path: Path) -> AsyncIterator[tuple[Dispatch, A
     session = await open_session(engine, config.rollout_checkpointing, must=must, test=False, keeps_results=True)
     try:
         samples = list(file.samples(config.samples_per_prompt))
-        yield Dispatch(config, engine, session, results, samples, Progress(0, 0, lambda: 0, quiet=True), None), session
+        capturing = RecoverableEngine(engine, session)
+        yield (
+            Dispatch(config, capturing, session, results, samples, Progress(0, 0, lambda: 0, quiet=True), None),
+            session,
+        )
     finally:
         await session.stop()
         results.close()

@@ -37,7 +37,12 @@ CORE_FOR_BACKENDS = {
 }  # fmt: skip
 """What storage_backends may know of the core."""
 
-COMPOSITION_ROOTS = {"vllm_hooks.session", "vllm_hooks.opening"}
+COMPOSITION_ROOTS = {
+    "vllm_hooks.session",
+    "vllm_hooks.opening",
+    "vllm_hooks.ray_workers.coordination",
+    "vllm_hooks.ray_workers.actors",
+}
 """Where parts are chosen and joined (opening.py is the half of session.py that opens the store)."""
 
 EXTRA_IMPORTS = {"recovery.config": {"msgspec", "yaml"}, "recovery.config_forms": {"msgspec", "yaml"}}

@@ -106,6 +106,8 @@ def test_defaults_are_the_documented_ones() -> None:
         **NEEDED,
         "engine": {},
         "metrics": None,
+        "workers": 1,
+        "ray": {"address": None, "cpus_per_worker": 1.0, "gpus_per_worker": 0.0},
         "sampling": {},
         "samples_per_prompt": 1,
         "max_concurrent_calls": 16,

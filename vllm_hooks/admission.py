@@ -42,16 +42,20 @@ class Admission:
         call_id = digests.call_of(request)
         live = self._table.get(call_id)
         if live is not None:
-            return self._again(live, stop)
+            return again(self._table, live, stop)
         restored = self._restored.pop(call_id, None)
         if restored is not None:
             keep = not isinstance(restored.plan, resume.Restart)
-            return self._bring_back(restored.entry, restored.transcript, keep=keep)
+            return bring_back(self._table, restored.entry, restored.transcript, keep=keep)
         known = self._ledger.get(call_id)
         if known is not None and known.ended is not None:
             transcripts = await asyncio.to_thread(self._read, [call_id])
             live = self._table.get(call_id)  # the same request may have come twice meanwhile
-            return self._again(live, stop) if live else self._bring_back(known, transcripts[call_id], keep=True)
+            return (
+                again(self._table, live, stop)
+                if live
+                else bring_back(self._table, known, transcripts[call_id], keep=True)
+            )
         return self._table.open(request, call_id, 0)
 
     @property
@@ -64,33 +68,36 @@ class Admission:
         self._restored.pop(call_id, None)
         self._table.forget(call_id)
 
-    def _bring_back(self, entry: Entry, transcript: Transcript, *, keep: bool) -> LiveCall:
-        call = self._table.carry_on(
-            transcript.request,
-            entry.call_id,
-            entry.attempt,
-            transcript.token_ids.tolist() if keep else (),
-            transcript.logprobs.tolist() if keep else (),
-            transcript.version_spans if keep else (),
-            transcript.columns if keep else {},
-        )
-        if entry.ended is not None:
-            call.settle_as_ended(*entry.ended)
-        return call
 
-    def _again(self, live: LiveCall, stop: StopRules) -> LiveCall:
-        """The same request while its call is in the table: a retry after an abort or error goes on where it was."""
-        if live.in_use:
-            raise InputError(
-                f"request {live.request.rollout!r} is running already",
-                hint="give every concurrent request an id of its own",
-            )
-        live.in_use = True
-        if live.ended is not None:
-            return live
-        n = len(live.transcript_ids)
-        plan = resume.plan(live.request, n, live.transcript_ids[-1] if n else None, stop)
-        if n and isinstance(plan, resume.Restart):
-            self._table.forget(live.call_id)
-            return self._table.open(live.request, live.call_id, live.attempt + 1)
+def bring_back(table: CallTable, entry: Entry, transcript: Transcript, *, keep: bool) -> LiveCall:
+    """A call of the ledger, live again with its saved tokens (`keep`) or from its prompt."""
+    call = table.carry_on(
+        transcript.request,
+        entry.call_id,
+        entry.attempt,
+        transcript.token_ids.tolist() if keep else (),
+        transcript.logprobs.tolist() if keep else (),
+        transcript.version_spans if keep else (),
+        transcript.columns if keep else {},
+    )
+    if entry.ended is not None:
+        call.settle_as_ended(*entry.ended)
+    return call
+
+
+def again(table: CallTable, live: LiveCall, stop: StopRules) -> LiveCall:
+    """The same request while its call is in the table: a retry after an abort or error goes on where it was."""
+    if live.in_use:
+        raise InputError(
+            f"request {live.request.rollout!r} is running already",
+            hint="give every concurrent request an id of its own",
+        )
+    live.in_use = True
+    if live.ended is not None:
         return live
+    n = len(live.transcript_ids)
+    plan = resume.plan(live.request, n, live.transcript_ids[-1] if n else None, stop)
+    if n and isinstance(plan, resume.Restart):
+        table.forget(live.call_id)
+        return table.open(live.request, live.call_id, live.attempt + 1)
+    return live

@@ -84,7 +84,7 @@ def open_store_for(
     config: CheckpointingConfig,
     must: Mapping[str, Any],
     recorded: Mapping[str, Any],
-    stop: StopRules,
+    stop: StopRules | None,
     *,
     owner: str,
     exactness: str,
@@ -93,7 +93,8 @@ def open_store_for(
 ) -> Opened:
     """Open (or make) the store of `config`, claim its next epoch and restore. Raises RecoveryError and its kin.
 
-    `compatible` is asked about the states of each snapshot that could be taken; see recovery.restore.choose.
+    `compatible` is asked about the states of each snapshot that could be taken; see recovery.restore.choose. Without
+    `stop` no call is planned.
     """
     assert config.store is not None
     store = open_store(config.store, create=True, **config.store_options.given())

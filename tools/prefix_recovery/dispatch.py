@@ -31,7 +31,7 @@ from recovery.config import JobConfig
 from recovery.errors import Damaged, InputError, Stop
 from recovery.ledger import Entry
 from recovery.model import FINISH_REASONS, PolicyVersion, Request
-from vllm_hooks import RecoverableEngine, RecoverySession, surface
+from vllm_hooks import RecoverySession, surface
 from vllm_hooks.capture import drain
 from vllm_hooks.trouble import Trouble
 
@@ -63,7 +63,7 @@ class Dispatch:
     ) -> None:
         self._config = config
         self._session = session
-        self._engine = RecoverableEngine(engine, session)
+        self._engine = engine
         self._requests = Requests(engine, config.sampling)
         self._results = results
         self._samples = {sample.name: sample for sample in samples}

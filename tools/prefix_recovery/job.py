@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,12 @@ from prefix_recovery.results import Results, write_errors
 from prefix_recovery.stored_job import check_stored
 from prefix_recovery.tally import Tally
 from prefix_recovery.waiting import Notices
-from recovery.config import JobConfig, effective_mode
+from recovery.config import JobConfig, effective_mode, runs_on_ray
 from recovery.coordinator import Attempt
-from recovery.errors import EngineDead
+from recovery.errors import ConfigError, EngineDead
 from recovery.protocol import Verdict
 from storage_backends import open_store
-from vllm_hooks import RecoverySession, surface
+from vllm_hooks import RecoverableEngine, RecoverySession, surface
 from vllm_hooks.start import open_session
 
 TICK_S = 1.0
@@ -66,13 +67,28 @@ def run_job(config: JobConfig, options: RunOptions) -> int:
     results = Results(output)
     try:
         results.open()
-        return _Run(config, options, file, lock, results).go()
+        return _kind_of(config)(config, options, file, lock, results).go()
     finally:
         results.close()
         lock.release()
 
 
-class _Run:
+def _kind_of(config: JobConfig) -> type[Run]:
+    if not runs_on_ray(config):
+        return Run
+    try:
+        from prefix_recovery.job_on_ray import RunOnRay  # it extends what is here, and Ray need not be installed
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"workers: {config.workers} needs Ray: {error}",
+            hint="pip install 'prefix-recovery[ray]'; or set workers: 1",
+        ) from error
+    return RunOnRay
+
+
+class Run:
+    """One run of a job, with an engine in this process."""
+
     def __init__(
         self, config: JobConfig, options: RunOptions, file: PromptFile, lock: OutputLock, results: Results
     ) -> None:
@@ -172,6 +188,13 @@ class _Run:
             store = open_store(block.store, create=True, **block.store_options.given())
             check_stored(store, block.restore, lambda: job_of(self._config, self._file))
 
+    def _capturing(self, llm: Any, session: RecoverySession) -> Any:
+        return RecoverableEngine(llm, session)
+
+    def _closing_lines(self, session: RecoverySession) -> Iterator[str]:
+        if session.capturing:
+            yield from saving.closing_lines(session.stager.counters, session.snapshots.rejected)
+
     async def _open_session(self, llm: Any, progress: Progress) -> RecoverySession:
         with progress.restoring() as reading:
             session = await open_session(
@@ -211,7 +234,9 @@ class _Run:
         self._catch_signals(stop, progress)
         session = await self._open_session(llm, progress)
         tally = Tally(self._options.tally, len(self._samples)) if self._options.tally else None
-        dispatch = Dispatch(self._config, llm, session, self._results, self._samples, progress, tally)
+        dispatch = Dispatch(
+            self._config, self._capturing(llm, session), session, self._results, self._samples, progress, tally
+        )
         self._results.reread()
         todo: list[Sample] = await dispatch.matched()
         progress.decoding()
@@ -232,9 +257,8 @@ class _Run:
         self._last = await session.stop(
             timeout_s=None if self._signal is None else self._config.rollout_checkpointing.grace_s
         )
-        if session.capturing:
-            for line in saving.closing_lines(session.stager.counters, session.snapshots.rejected):
-                progress.say(line)
+        for line in self._closing_lines(session):
+            progress.say(line)
         if n_rows := dispatch.outcome.undelivered:
             progress.say(saving.undelivered_line(n_rows, self._config.output, stored=session.capturing))
         if session.failure is not None:

@@ -25,14 +25,14 @@ def restored_lines(restored: Restored, n_calls: int, n_tokens: int) -> Iterator[
             f"continuing from snapshot {restored.snapshot or 'none'}, {restored.adopted_segments} later segments, "
             f"as snapshot {restored.published}: {n_calls} calls in flight, {n_tokens} tokens of them kept"
         )
-    yield from _rejected("of the later segments", restored.rejected)
+    yield from rejected_lines("of the later segments", restored.rejected)
     if restored.uncollected is not None:
         yield f"garbage of earlier runs stays for a later run to collect: {restored.uncollected.message}"
 
 
 def closing_lines(staging: StagingCounters, rejected: Mapping[str, int]) -> Iterator[str]:
     """At the end of a run. `rejected`: records that did not fit the ledger, by reason."""
-    yield from _rejected("that were stored", rejected)
+    yield from rejected_lines("that were stored", rejected)
     if staging.skipped or staging.failures:
         yield (
             f"stored {staging.flushes} segments; {staging.skipped} periodic flushes were skipped while another was "
@@ -56,6 +56,7 @@ def stopped_line(signal: str, n_missing: int, snapshot: int | None) -> str:
     return f"stopped by {signal}{taken}; run the same command to continue ({n_missing} to go)"
 
 
-def _rejected(which: str, rejected: Mapping[str, int]) -> Iterator[str]:
+def rejected_lines(which: str, rejected: Mapping[str, int]) -> Iterator[str]:
+    """Records that did not fit the ledger, by reason."""
     for reason, n in sorted(rejected.items()):
         yield f"{n} record{'s' if n > 1 else ''} {which} did not fit and {'are' if n > 1 else 'is'} not used: {reason}"

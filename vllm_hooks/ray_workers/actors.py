@@ -1,0 +1,399 @@
+"""The two kinds of actor: a coordinator, and a worker with an engine.
+
+Owns: what Ray calls, and how an error crosses from one process to the other.
+Does not know: how actors are placed and watched (cluster.py), what a coordinator decides, what an engine is made of.
+
+Invariants:
+1. An error of ours arrives as what was raised; that there is no process any more arrives as Gone.
+2. A worker asks after its coordinator several times a second, and joins whichever answers.
+3. A coordinator that cannot open its store says so to whoever asks it; it does not vanish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from recovery.calls import LiveCall
+from recovery.config import CheckpointingConfig
+from recovery.errors import EngineDead, Fenced, RecoveryError, Retry
+from recovery.ledger import Ledger
+from recovery.model import CallId, PolicyVersion, Request
+from recovery.resume import StopRules
+from storage_backends import open_store
+from storage_backends.codecs import MixedSegmentCodec
+from vllm_hooks import surface
+from vllm_hooks.capture import RecoverableEngine, drain
+from vllm_hooks.fingerprint import engine_fields
+from vllm_hooks.opening import SystemEntropy
+from vllm_hooks.ray_workers.coordination import Coordination
+from vllm_hooks.ray_workers.messages import (
+    Ask,
+    Claimed,
+    Figures,
+    Gone,
+    Joined,
+    Joining,
+    Lost,
+    NotAMember,
+    Refused,
+    Superseded,
+    WorkerId,
+)
+from vllm_hooks.ray_workers.step_log import Steps
+from vllm_hooks.ray_workers.worker_session import WorkerSession
+from vllm_hooks.start import graded, rules_of
+
+BEAT_S = 0.25
+ANSWER_S = 20.0
+"""How long a worker waits for an answer of its coordinator before it asks anew."""
+CLAIM_S = 10.0
+
+
+def _plain(error: BaseException) -> BaseException:
+    if isinstance(error, RayActorError):
+        return Gone(str(error))
+    cause = getattr(error, "cause", None)
+    if isinstance(error, RayTaskError) and isinstance(cause, BaseException):
+        return cause
+    return error
+
+
+async def answer(ref: Any, timeout_s: float | None = None) -> Any:
+    """What a remote call returns; raises what it raised, Gone, or TimeoutError."""
+    settled = asyncio.wrap_future(ref.future())
+    settled.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be nobody who waits by then
+    try:
+        return await asyncio.wait_for(asyncio.shield(settled), timeout_s)
+    except (RayActorError, RayTaskError) as error:
+        raise _plain(error) from None
+
+
+def answer_now(ref: Any, timeout_s: float) -> Any:
+    """The same, blocking."""
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except GetTimeoutError:
+        raise TimeoutError from None
+    except (RayActorError, RayTaskError) as error:
+        raise _plain(error) from None
+
+
+def asking(worker: WorkerId, handle: Any) -> Ask:
+    """How the coordinator asks a worker."""
+
+    def ask(step: str, epoch: int, *arguments: Any) -> Future[Any]:
+        asked: Future[Any] = Future()
+
+        def settle(inner: Future[Any]) -> None:
+            error = inner.exception()
+            if error is None:
+                asked.set_result(inner.result())
+            else:
+                asked.set_exception(_plain(error))
+
+        handle.step.remote(worker, step, epoch, *arguments).future().add_done_callback(settle)
+        return asked
+
+    return ask
+
+
+class CoordinatorActor:
+    """Coordination, for Ray. `again`: see Coordination.open; so is one that Ray has started again."""
+
+    def __init__(
+        self,
+        config: CheckpointingConfig,
+        must: Mapping[str, Any],
+        recorded: Mapping[str, Any],
+        stop: StopRules,
+        owner: str,
+        again: bool,
+    ) -> None:
+        again = again or bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._failure: RecoveryError | None = None
+        while True:
+            try:
+                self._inner = Coordination.open(config, must, recorded, stop, owner=owner, again=again)
+            except Retry as error:
+                if again:  # a job is running: it waits for its store
+                    time.sleep(1.0)
+                    continue
+                self._failure = error
+            except RecoveryError as error:
+                self._failure = error
+            break
+        if again and self._failure is None:
+            self._inner.start()
+
+    def _coordination(self) -> Coordination:
+        if self._failure is not None:
+            raise self._failure
+        return self._inner
+
+    def opened(self) -> tuple[Any, list[str]]:
+        """What was restored, and what differs since."""
+        opened = self._coordination().opened
+        return opened.restored, opened.changed
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def start(self) -> None:
+        self._coordination().start()
+
+    def finish(self, last: bool, timeout_s: float | None) -> Any:
+        return self._coordination().finish(last=last, timeout_s=timeout_s)
+
+    def join(self, joining: Joining, handle: Any) -> Joined:
+        return self._coordination().join(joining, asking(joining.worker, handle))
+
+    def beat(self, worker: WorkerId, n_captured: int) -> int | None:
+        return self._coordination().beat(worker, n_captured)
+
+    @ray.method(concurrency_group="claims")
+    def claim(self, worker: WorkerId, call_id: CallId) -> Claimed | None:
+        return self._coordination().claim(worker, call_id, CLAIM_S)
+
+    def lost(self, worker: WorkerId) -> Lost:
+        return self._coordination().lost(worker)
+
+    def everything(self) -> Ledger:
+        return self._coordination().everything()
+
+    def excerpt(self, call_ids: list[CallId]) -> Ledger:
+        return self._coordination().excerpt(call_ids)
+
+    def drop(self, call_id: CallId) -> None:
+        self._coordination().drop(call_id)
+
+    def unsure(self, ended: Mapping[CallId, int]) -> list[CallId]:
+        return self._coordination().unsure(ended)
+
+    def request(self, cause: str) -> None:
+        self._coordination().request(cause)
+
+    def figures(self) -> Figures:
+        return self._coordination().figures()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A call that ended. `epoch`: in which its end was stored; None if it was not captured."""
+
+    call_id: CallId | None
+    epoch: int | None
+    request: Request
+    token_ids: list[int]
+    logprobs: list[float]
+    version_spans: list[tuple[int, int, PolicyVersion]]
+    finish_reason: str
+    stop_reason: int | str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """A look at a worker. `tokens`: captured since the last look, by request id."""
+
+    worker: WorkerId
+    epoch: int
+    tokens: Mapping[str, int]
+    dead: str = ""
+    trouble: str = ""
+
+
+class EngineWorker:
+    """One engine. `start` makes it: anything with `llm` (an AsyncLLM) and `close`, such as prefix_recovery's Engine."""
+
+    def __init__(
+        self, name: str, start: Callable[[], Any], config: CheckpointingConfig, must: Mapping[str, Any], test: bool
+    ):
+        self._engine = start()
+        self._config = config
+        self._more = must
+        self._test = test
+        self._coordinator: Any = None
+        self._digests: dict[str, str] = {}
+        self._running: dict[str, asyncio.Task[Any]] = {}
+        self._superseded: set[str] = set()
+        self._tokens: dict[str, int] = {}
+        self._name = name
+        self._beats: asyncio.Task[None] | None = None
+        self._ready: asyncio.Event | None = None
+
+    # ---- a coordinator -----------------------------------------------------------------------------------------
+
+    async def follow(self, coordinator: Any) -> WorkerId:
+        """Join this coordinator, now and whenever it was started again. Returns once the worker is a member."""
+        self._coordinator = coordinator
+        if self._ready is None:
+            self._ready = asyncio.Event()
+            await self._set_up()
+        await self._ready.wait()
+        self.session.raise_if_failed()
+        return self.session.worker
+
+    async def _set_up(self) -> None:
+        config, llm = self._config, self._engine.llm
+        assert config.store is not None
+        rules = rules_of(llm, config)
+        own, recorded = await asyncio.to_thread(engine_fields, llm, rules)
+        store = await asyncio.to_thread(open_store, config.store, create=True, **config.store_options.given())
+        self.session = session = WorkerSession(
+            config, store, MixedSegmentCodec(config.codec), SystemEntropy(), self._name, self._claim
+        )
+        session.bind()
+        session.source_digests = self._digests
+        session.keeps_ranks = False
+        session.on_superseded = self._on_superseded
+        count = session.on_tokens
+        assert count is not None
+
+        def counted(call: LiveCall, n_tokens: int) -> None:
+            count(call, n_tokens)
+            self._tokens[call.request.rollout] = self._tokens.get(call.request.rollout, 0) + n_tokens
+
+        session.on_tokens = counted
+        if self._test:
+            session.parity = await graded(llm, {**own, **recorded})
+            session.pulls = session.parity.pull_agrees
+        self._fields = ({**own, **self._more}, recorded)
+        self.llm = RecoverableEngine(llm, session)
+        self._beats = asyncio.create_task(self._beat())
+
+    async def _claim(self, worker: WorkerId, call_id: CallId) -> Claimed | None:
+        try:
+            claimed: Claimed | None = await answer(self._coordinator.claim.remote(worker, call_id), ANSWER_S + CLAIM_S)
+        except TimeoutError:
+            raise Gone("no answer") from None
+        return claimed
+
+    async def _beat(self) -> None:
+        session = self.session
+        while True:
+            try:
+                epoch = await answer(self._coordinator.beat.remote(session.worker, session.n_captured), ANSWER_S)
+                if epoch is None or epoch != session.epoch:
+                    await self._join()
+            except (Gone, NotAMember, TimeoutError, Retry, Fenced):
+                pass  # asked again below, or another by then; meanwhile calls go on decoding
+            except RecoveryError as error:
+                session.fail(error)
+            await asyncio.sleep(BEAT_S)
+
+    async def _join(self) -> None:
+        session = self.session
+        assert self._ready is not None
+        must, recorded = self._fields
+        joining = Joining(session.worker, session.leave(), must, recorded, session.parity.grade)
+        me = ray.get_runtime_context().current_actor
+        try:
+            joined: Joined = await answer(self._coordinator.join.remote(joining, me), ANSWER_S)
+        except NotAMember:
+            session.forsake()
+            raise
+        if joined.epoch < session.epoch:
+            return  # an old one that still answers
+        session.follow(joined)
+        self._ready.set()
+
+    def _on_superseded(self, call: LiveCall) -> None:
+        name = call.request.rollout
+        task = self._running.get(name)
+        if task is not None:
+            self._superseded.add(name)
+            task.cancel()
+
+    async def step(self, worker: WorkerId, name: str, epoch: int, *arguments: Any) -> Any:
+        """What a coordinator asks: WorkerSession.step."""
+        return await self.session.step(worker, name, epoch, *arguments)
+
+    # ---- the driver --------------------------------------------------------------------------------------------
+
+    async def run(self, name: str, prompt: Any, params: Any, source_digest: str) -> Answer:
+        """Generate one call to its end, and return it when that is stored.
+
+        Raises EngineDead if the engine is gone, Superseded if the call is another worker's by now, and what a refused
+        request raises.
+        """
+        session = self.session
+        self._digests[name] = source_digest
+        task = asyncio.create_task(self._to_the_end(name, prompt, params))
+        self._running[name] = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if name in self._superseded:
+                raise Superseded(name) from None
+            raise
+        except Exception as error:
+            if surface.is_engine_dead(error):
+                await session.flushed()  # what its front end had is saved
+                raise EngineDead(str(error) or "its process is gone", hint="") from None
+            if surface.is_refusal(error):
+                raise Refused(surface.refusal_text(error)) from None
+            raise
+        finally:
+            del self._running[name]
+            self._digests.pop(name, None)
+            self._superseded.discard(name)
+
+    async def _to_the_end(self, name: str, prompt: Any, params: Any) -> Answer:
+        session = self.session
+        output = await drain(self.llm.generate(prompt, params, name))
+        completion = output.outputs[0]
+        if not session.has_result(name):
+            ids = list(completion.token_ids)
+            request = Request(rollout=name, prompt_token_ids=output.prompt_token_ids, sampling={})
+            logprobs = surface.sampled_logprobs(ids, completion.logprobs) or []
+            spans = [(0, len(ids), session.version)]
+            ended = (str(completion.finish_reason), completion.stop_reason, completion.text)
+            return Answer(None, None, request, ids, logprobs, spans, *ended)
+        call = await session.durable(name)
+        assert call.ended is not None
+        return Answer(
+            call.call_id,
+            session.ended_in.get(call.call_id, session.epoch),
+            call.request,
+            list(call.transcript_ids),
+            list(call.transcript_logprobs),
+            list(call.version_spans),
+            call.ended.finish_reason,
+            call.ended.stop_reason,
+            completion.text,
+        )
+
+    async def news(self) -> News:
+        """What happened since the last look."""
+        session = self.session
+        tokens, self._tokens = self._tokens, {}
+        session.raise_if_failed()
+        dead = session.dead_engine
+        return News(session.worker, session.epoch, tokens, "" if dead is None else (str(dead) or "its process is gone"))
+
+    async def steps(self, start_s: float, end_s: float) -> Steps:
+        """The engine's steps between two moments (seconds since 1970)."""
+        return self.session.steps.between(start_s, end_s)
+
+    async def flushed(self) -> None:
+        """What is captured now is stored."""
+        await self.session.flushed()
+
+    async def parity(self) -> Any:
+        return self.session.parity
+
+    async def close(self) -> None:
+        """End the engine."""
+        if self._beats is not None:
+            self._beats.cancel()
+            self.session.close()
+        self._engine.close()

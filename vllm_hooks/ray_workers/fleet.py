@@ -1,0 +1,176 @@
+"""The coordinator's view of all workers: each step of a snapshot, asked of everybody at once.
+
+Owns: the fan-out of a step and its deadline, what was stored and no snapshot has taken yet, who was found gone.
+Does not know: Ray, the protocol's order, the ledger.
+
+Invariants:
+1. Every wait has a deadline. A worker that does not answer costs one snapshot, nothing else; one that is gone costs
+   nothing: the others' snapshot goes on without it.
+2. What a worker has said to have stored is kept here until a snapshot took it, and the worker repeats it until it knows
+   that it arrived: an answer that was lost on its way loses nothing.
+3. Nothing of a worker that is no member is taken. One that joins in the middle of a snapshot has its turn with the
+   next: only who was cut is asked what it stored.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from recovery.calls import Stored
+from recovery.errors import EngineDead, Fenced, RecoveryError, SnapshotAbandoned
+from recovery.model import CallId
+from recovery.staging import Staged
+from vllm_hooks.ray_workers.messages import Ask, Cut, Gone, WorkerId
+
+UNDO_TIMEOUT_S = 10.0
+
+
+class WorkersFleet:
+    """recovery.coordinator.Fleet for many processes. In the coordinator's thread `on_gone` is told of each worker that
+    turns out to be gone, and `on_stage` that what `arrived` before is about to be taken; `states`: what goes into every
+    snapshot beside the calls."""
+
+    def __init__(
+        self,
+        epoch: int,
+        states: Mapping[str, bytes],
+        *,
+        on_gone: Callable[[WorkerId], None],
+        on_stage: Callable[[], None],
+    ) -> None:
+        self._epoch = epoch
+        self._states = states
+        self._on_gone = on_gone
+        self._on_stage = on_stage
+        self._lock = threading.Lock()
+        self._asks: dict[WorkerId, Ask] = {}
+        self._arrived: list[Staged] = []
+        self._flushes: dict[str, int] = {}
+        self._ended: tuple[CallId, ...] = ()
+        self._in_cut: frozenset[WorkerId] = frozenset()
+        self.n_cut: dict[WorkerId, int] = {}
+        self.stall_s = 0.0
+
+    # ---- members -----------------------------------------------------------------------------------------------
+
+    def add(self, worker: WorkerId, ask: Ask) -> None:
+        with self._lock:
+            self._asks[worker] = ask
+
+    def remove(self, worker: WorkerId) -> None:
+        with self._lock:
+            self._asks.pop(worker, None)
+            self.n_cut.pop(worker, None)
+
+    def known(self, writer: str) -> int:
+        """The last flush of that writer that arrived here."""
+        return self._flushes.get(writer, 0)
+
+    def arrived(self, staged: Iterable[Staged]) -> None:
+        """Take what a worker has stored, whoever found it."""
+        with self._lock:
+            for item in staged:
+                if item.flush > self._flushes.get(item.writer, 0):
+                    self._flushes[item.writer] = item.flush
+                    self._arrived.append(item)
+
+    # ---- Fleet -------------------------------------------------------------------------------------------------
+
+    def acquire_hold(self, reason: str, timeout_s: float) -> None:
+        self._ask_all("hold", timeout_s, reason)
+
+    def release_hold(self) -> None:
+        self._undo("release")
+
+    def raise_fence(self, timeout_s: float) -> None:
+        self._ask_all("raise_fence", timeout_s)
+
+    def lower_fence(self) -> None:
+        self._undo("lower_fence")
+
+    def prepare(self, timeout_s: float) -> Mapping[str, bytes]:
+        return self._states
+
+    def resume(self, published: bool) -> None:
+        if published:
+            self._undo("published", self._ended)
+            self._ended = ()
+
+    def published(self, ended: Iterable[CallId]) -> None:
+        """The ends of these calls are in a published snapshot: the workers are told with the next one."""
+        self._ended = (*self._ended, *ended)
+
+    def cut(self, timeout_s: float) -> None:
+        cuts: dict[WorkerId, Cut] = self._ask_all("cut", timeout_s)
+        self._in_cut = frozenset(cuts)
+        self.n_cut.update({worker: cut.n_captured for worker, cut in cuts.items()})
+        self.stall_s = max((cut.stall_s for cut in cuts.values()), default=0.0)
+
+    def stage(self, timeout_s: float) -> list[Staged]:
+        self._on_stage()
+        self._ask_all("stage", timeout_s, dict(self._flushes), each=self.arrived, among=self._in_cut)
+        with self._lock:
+            taken, self._arrived = self._arrived, []
+        return taken
+
+    def store_again(self, staged: Staged, timeout_s: float) -> Staged | None:
+        for worker, ask in self._members().items():
+            if staged.writer.startswith(f"{worker}."):
+                return self._result(worker, ask("store_again", self._epoch, staged), timeout_s)
+        return None
+
+    def rewind(self, stored: Stored) -> None:
+        for ask in self._members().values():
+            ask("rewind", self._epoch, stored)
+
+    # ---- asking ------------------------------------------------------------------------------------------------
+
+    def _members(self) -> dict[WorkerId, Ask]:
+        with self._lock:
+            return dict(self._asks)
+
+    def _ask_all(
+        self,
+        step: str,
+        timeout_s: float,
+        *arguments: Any,
+        each: Callable[[Any], None] = lambda answer: None,
+        among: frozenset[WorkerId] | None = None,
+    ) -> dict[WorkerId, Any]:
+        deadline = time.monotonic() + timeout_s
+        asked = {
+            worker: ask(step, self._epoch, *arguments)
+            for worker, ask in self._members().items()
+            if among is None or worker in among
+        }
+        answers: dict[WorkerId, Any] = {}
+        wrong: list[RecoveryError] = []
+        for worker, future in asked.items():
+            try:
+                answers[worker] = self._result(worker, future, max(0.0, deadline - time.monotonic()))
+                each(answers[worker])
+            except (Gone, EngineDead):
+                self._on_gone(worker)
+            except RecoveryError as error:
+                wrong.append(error)
+        if wrong:
+            raise min(wrong, key=lambda error: not isinstance(error, Fenced))
+        return answers
+
+    def _result(self, worker: WorkerId, future: Future[Any], timeout_s: float) -> Any:
+        try:
+            return future.result(timeout_s)
+        except FutureTimeout:
+            raise SnapshotAbandoned(
+                f"worker {worker} did not answer within {timeout_s:.1f} s",
+                hint="decoding goes on, and the next snapshot asks it again; a worker that hangs is worth a look",
+            ) from None
+
+    def _undo(self, step: str, *arguments: Any) -> None:
+        """Asked of everybody; who is gone has nothing to undo, and who is late does it later."""
+        self._ask_all(step, UNDO_TIMEOUT_S, *arguments)
