@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import tempfile
@@ -123,6 +124,9 @@ def session_engine(tiny_model: Path, on_loop: OnLoop[Any]) -> Iterator[Any]:
     new = (child for child in descendants(os.getpid()) if child not in others)
     ours = [child for child in new if name_of(child.pid).startswith("VLLM")]
     assert ours
+    # A full collection of what vLLM has loaded stops the loop for some hundred tokens of the engine.
+    gc.collect()
+    gc.freeze()
 
     async def close() -> None:
         started.close()

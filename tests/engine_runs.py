@@ -359,7 +359,11 @@ async def take_snapshot(session: Any, timeout_s: float | None = None) -> Any:
 
 
 async def abort_after(engine: Any, prompt: Any, params: Any, name: str, at_least: int) -> list[int]:
-    """Leave a DELTA stream once it gave that many tokens. Returns them."""
+    """Leave a DELTA stream once it gave that many tokens. Returns them.
+
+    The engine goes on while this process has no turn, and then gives all at once: who needs an unfinished call asks for
+    some hundred tokens more than `at_least`.
+    """
     from vllm.sampling_params import RequestOutputKind
 
     delta = params.clone()

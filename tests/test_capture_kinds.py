@@ -74,7 +74,7 @@ def test_restart_only_kinds_begin_again_by_their_name(
     engine: Any, on_loop: OnLoop[Any], tmp_path: Path, name: str, fields: dict[str, Any]
 ) -> None:
     """After a crash such a call starts from its prompt, says why, and its answer is a right one."""
-    params = greedy(30, **fields)
+    params = greedy(240, **fields)
 
     async def scenario() -> None:
         with pytest.warns(UserWarning, match=f"a request with {name} starts again after a crash"):
@@ -102,7 +102,7 @@ def test_restart_only_kinds_begin_again_by_their_name(
 
 def test_restart_only_calls_begin_again_after_an_abort_too(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
     """Within one session: the tokens of the aborted attempt are replaced, in the table and in the store."""
-    params = greedy(30, routed_experts_prompt_start=1)
+    params = greedy(240, routed_experts_prompt_start=1)
 
     async def scenario() -> None:
         whole = await ask(engine, PROMPT, params, "bare")

@@ -105,7 +105,7 @@ def test_b2_three_restores_of_one_request(engine: Any, on_loop: OnLoop[Any], tmp
 
 def test_b11_an_abort_by_id_is_a_cut(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
     """B11: the engine has ids of its own; `abort` by the caller's ends the stream, and the call is in the snapshot."""
-    params = greedy(200, "DELTA")
+    params = greedy(400, "DELTA")
 
     async def scenario() -> None:
         whole = await ask(engine, PROMPT, params, "bare")
@@ -122,13 +122,13 @@ def test_b11_an_abort_by_id_is_a_cut(engine: Any, on_loop: OnLoop[Any], tmp_path
             await asyncio.gather(*tasks)
             assert got.finish_reason == "abort" and got.finished
             n = len(got.token_ids)
-            assert 20 <= n < 200 and got.token_ids == whole.token_ids[:n]
+            assert 20 <= n < 400 and got.token_ids == whole.token_ids[:n]
             session.want_snapshot()
         entry = read_back(tmp_path).entries["r"]
         assert (entry.state, entry.n_tokens) == (OPEN, n)
         async with capturing(engine, tmp_path) as (wrapped, session):
             assert_same(await ask(wrapped, PROMPT, params, "r"), whole)
-            assert session.counters.tokens_captured == 200 - n
+            assert session.counters.tokens_captured == 400 - n
 
     on_loop(scenario())
 

@@ -50,7 +50,7 @@ def test_the_best_tokens_aborted_here_and_restored_there(
     engine: Any, on_loop: OnLoop[Any], quick_path: Path, kind: str, flat: bool
 ) -> None:
     """Aborted twice in one process (also with tokens that no store has), then restored, then asked for once more."""
-    params = greedy(40, kind, logprobs=3, flat_logprobs=flat)
+    params = greedy(240, kind, logprobs=3, flat_logprobs=flat)
     pulls = kind == "PULLED"
 
     async def scenario() -> None:
@@ -61,15 +61,15 @@ def test_the_best_tokens_aborted_here_and_restored_there(
             assert session.counters.tokens_captured >= 12
         async with capturing(engine, quick_path, pulls=pulls) as (wrapped, session):
             assert_same(await ask(wrapped, PROMPT, params, "r"), whole, tolerance=2e-5)
-            assert session.counters.tokens_captured < 40
+            assert session.counters.tokens_captured < 240
         async with capturing(engine, quick_path, pulls=pulls) as (wrapped, session):
             assert_same(await ask(wrapped, PROMPT, params, "r"), whole, tolerance=2e-5)
             assert session.counters.tokens_captured == 0
         columns = read_back(quick_path).transcripts["r"].columns
         assert {name: [run.values.shape for run in runs] for name, runs in columns.items()} == {
-            "rank": [(40,)],
-            "top_ids": [(40, 3)],
-            "top_logprobs": [(40, 3)],
+            "rank": [(240,)],
+            "top_ids": [(240, 3)],
+            "top_logprobs": [(240, 3)],
         }
 
     on_loop(scenario())

@@ -68,7 +68,7 @@ def test_a_call_without_a_seed_is_given_one_that_is_stored(
     engine: Any, on_loop: OnLoop[Any], quick_path: Path, kind: str
 ) -> None:
     """Aborted here and restored there, it draws on; the seed in its record gives the same answer in one go."""
-    params = greedy(60, kind, temperature=1.0)
+    params = greedy(240, kind, temperature=1.0)
 
     async def scenario() -> None:
         async with capturing(engine, quick_path / "a", pulls=kind == "PULLED") as (wrapped, session):
@@ -76,11 +76,11 @@ def test_a_call_without_a_seed_is_given_one_that_is_stored(
             assert not session.unresumable.restart_only
         async with capturing(engine, quick_path / "a", pulls=kind == "PULLED") as (wrapped, session):
             got = await ask(wrapped, PROMPT, params, "r")
-            assert session.counters.tokens_captured < 60 and got.token_ids[: len(first)] == first
+            assert session.counters.tokens_captured < 240 and got.token_ids[: len(first)] == first
         stored = read_back(quick_path / "a")
         draws = stored.transcripts["r"].request.extra["draws"]
         assert draws["scheme"] == "position-1" and stored.entries["r"].attempt == 1
-        seeded = greedy(60, kind, temperature=1.0, seed=draws["seed"])
+        seeded = greedy(240, kind, temperature=1.0, seed=draws["seed"])
         async with capturing(engine, quick_path / "b") as (wrapped, session):
             assert_same(await ask(wrapped, PROMPT, seeded, "r"), got, tolerance=2e-5)
             others = [await ask(wrapped, PROMPT, params, f"r{i}") for i in range(3)]
@@ -91,13 +91,13 @@ def test_a_call_without_a_seed_is_given_one_that_is_stored(
 
 def test_a_restarted_call_draws_what_it_had_drawn(engine: Any, on_loop: OnLoop[Any], quick_path: Path) -> None:
     """A call that has to begin again keeps its seed: long answers, which are cut more often, are not drawn again."""
-    params = greedy(24, temperature=1.0, routed_experts_prompt_start=1)
+    params = greedy(240, temperature=1.0, routed_experts_prompt_start=1)
 
     async def scenario() -> None:
         async with capturing(engine, quick_path) as (wrapped, session):
             first = await abort_after(wrapped, PROMPT, params, "r", 6)
             answer = await ask(wrapped, PROMPT, params, "r")
-            assert session.counters.tokens_captured >= len(first) + 24, "it was not begun again"
+            assert session.counters.tokens_captured >= len(first) + 240, "it was not begun again"
         assert answer.token_ids[: len(first)] == first
 
     on_loop(scenario())
