@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
+from rich.console import Console
 
+from bench import everything
 from bench.__main__ import main
 from bench.jobs import Life
 from bench.prices import dollars
@@ -79,3 +82,11 @@ def test_a_lost_worker_begins_its_calls_again_and_a_rewound_one_hands_them_over_
 
 def test_a_thousand_writes_cost_what_is_listed() -> None:
     assert dollars({"put_new": 600, "put": 200, "list": 200, "get": 10_000, "delete": 5}) == 0.005 + 0.004
+
+
+def test_all_of_them_are_run_and_every_bound_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(width=200)
+    assert everything.run(console, ("scale", "no-such-verb"), tmp_path, 5, quick=True) == 1
+    said = capsys.readouterr().out
+    assert "scale: calls that ended twice" in said and "bench no-such-verb FAILED" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"scale.json", "scale.png"}

@@ -21,7 +21,7 @@ from bench.report import Law, Report
 
 CALLS = (1, 8, 32, 64)
 TOKENS = {"tiny": {1: 400, 8: 300, 32: 300, 64: 300}, "real": {1: 64, 8: 64, 32: 160, 64: 48}}
-ROUNDS = {"tiny": 7, "real": 4}
+ROUNDS = {"tiny": 5, "real": 3}
 COST_MAX, CALLS_OF_BOUND = 0.02, 32
 CACHE_NBYTES = {"tiny": 128 << 20, "real": 1 << 30}
 
