@@ -28,6 +28,7 @@ from recovery.calls import Captured
 from recovery.coordinates import EndedAt, OpenedAt, StoredAt
 from recovery.errors import RecoveryError
 from recovery.layout import segment_stem
+from recovery.lineage import lineage_of
 from recovery.model import CallId, Identity, Record, RecordRef, SegmentInfo
 from recovery.ports import Entropy, ObjectStore, SegmentCodec
 from recovery.records import CHUNK, Records, raw_nbytes
@@ -74,6 +75,7 @@ def coordinates_of(records: Sequence[Record], segment: str) -> StoredAt:
     call_ids: list[CallId] = whole.call_ids.tolist()
     others: dict[int, OpenedAt | EndedAt] = {}
     for index, request in whole.requests.items():
+        lineage = lineage_of(request.extra)
         identity = Identity(
             rollout=request.rollout,
             turn=request.turn,
@@ -81,6 +83,8 @@ def coordinates_of(records: Sequence[Record], segment: str) -> StoredAt:
             source_digest=request.source_digest,
             restart_only=request.restart_only,
             opened=RecordRef(segment, index),
+            model_call=lineage.model_call,
+            parent=lineage.parent,
         )
         others[index] = OpenedAt(call_ids[index], int(whole.attempts[index]), identity)
     for index, end in whole.ends.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from recovery.codec import chunk_digest, request_digest
 from recovery.errors import OutcomeUnknown, StoreFull, StoreUnavailable
 from recovery.layout import segment_position
 from recovery.ledger import ChunkAt, EndedAt, OpenedAt
+from recovery.lineage import Lineage
 from recovery.model import Chunk, Ended, Opened, PolicyVersion, Record
 from recovery.ports import ObjectStore
 from recovery.staging import Staged, Stager, coordinates_of
@@ -275,3 +277,12 @@ def test_c10_incarnations_never_share_a_name() -> None:
         assert flush(one, table) is None
         one.close(wait=True)
     assert len({one.writer for one in writers}) == 5 == len(store.list("seg/"))
+
+
+def test_coordinates_say_which_model_call_it_is_and_after_whose_answer() -> None:
+    """What the ledger has of a lineage comes from here alone."""
+    parent = name("parent")
+    asked = replace(request("r"), extra=Lineage(2, parent).as_extra())
+    record = Opened(call_id=name("r"), attempt=0, request=asked)
+    (at,) = coordinates_of([record], "seg/e000001/w0.1a2b3c4d/00000001-00000000-00000000.arrow").others.values()
+    assert isinstance(at, OpenedAt) and (at.identity.model_call, at.identity.parent) == (2, parent)
