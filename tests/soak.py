@@ -8,6 +8,8 @@ Kills: jobs of the tiny model run one after another, each killed several times (
 
 Races: rounds of two coordinator processes of which one is stopped and woken (racing.py), on disk and on two S3 servers.
 
+Ray rounds: jobs of two workers on Ray, whose coordinator, engines, workers and everything are killed (ray_soak.py).
+
 RL kills: the example examples/rl is killed at random (rl_soak.py).
 
 Server kills: the OpenAI server is killed at random under clients that want whole messages (server_soak.py).
@@ -40,6 +42,7 @@ from storage_backends.testing import servers
 from tests import rollout_worlds, virtual_loop
 from tests.job_soak import kill_jobs
 from tests.racing import Place, race
+from tests.ray_soak import kill_workers
 from tests.rl_soak import kill_trainers
 from tests.schedules import run_schedules
 from tests.server_soak import kill_servers
@@ -136,6 +139,7 @@ def main() -> int:
     parser.add_argument("--races", type=int, default=100, help="rounds of two coordinators; 0: none")
     parser.add_argument("--rl-kills", type=int, default=10, help="of the trainer of examples/rl; 0: none")
     parser.add_argument("--server-kills", type=int, default=5, help="of the OpenAI server under clients; 0: none")
+    parser.add_argument("--ray-rounds", type=int, default=0, help="of jobs on Ray with four kills each")
     parser.add_argument("--schedules", type=int, default=10_000, help="of the protocol simulation; 0: none")
     parser.add_argument("--parity", type=int, default=232, help="cut calls that are carried on; 0: none")
     parser.add_argument("--rollouts", type=int, default=10_000, help="schedules of a rollout; 0: none")
@@ -164,6 +168,7 @@ def main() -> int:
         ("races", race_coordinators, arguments.races),
         ("rl", kill_trainers, arguments.rl_kills),
         ("servers", kill_servers, arguments.server_kills),
+        ("ray", kill_workers, arguments.ray_rounds),
         ("parity", compare_cut_calls, arguments.parity),
     )
     for name, part, n in parts:

@@ -1,0 +1,78 @@
+"""A job of two workers on Ray, and its processes: for the tests that kill them.
+
+Owns: finding the coordinator, the workers and their engines below a job, by what they call themselves.
+Does not know: pytest, what is killed when.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from prefix_recovery.processes import Identity, descendants
+from tests.job_processes import JobProcess, name_of
+
+WAIT_S = 500.0
+"""Five processes import vLLM at the start: on a machine with much else to do that takes minutes."""
+COORDINATOR, WORKER, ENGINE = "ray::Coordinato", "ray::EngineWor", "VLLM::Engine"
+
+
+def called(job: JobProcess, kind: str) -> list[Identity]:
+    """Processes of the job of one kind, the oldest first. An actor that Ray starts again has its name at once."""
+    found = [child for child in job.descendants() if name_of(child.pid).startswith(kind)]
+    return sorted(found, key=lambda one: one.started)
+
+
+def engines(job: JobProcess) -> dict[Identity, Identity]:
+    """The engine of each worker that has one."""
+    return {
+        worker: engine
+        for worker in called(job, WORKER)
+        for engine in descendants(worker.pid)
+        if name_of(engine.pid).startswith(ENGINE)
+    }
+
+
+def until(job: JobProcess, holds: Callable[[], bool], what: str) -> None:
+    """Wait while the job runs. Raises AssertionError with its log if it ends, or if it takes WAIT_S."""
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert job.process.poll() is None, f"the job ended before: {what}\n{job.text[-4000:]}"
+        assert time.monotonic() < deadline, f"after {WAIT_S} s still not: {what}\n{job.text[-4000:]}"
+        time.sleep(0.02)
+
+
+def until_said(job: JobProcess, *texts: str, after: int = 0) -> None:
+    """Wait until all of it is in the log, behind its first `after` characters."""
+    until(job, lambda: all(text in job.text[after:] for text in texts), f"it says {texts}")
+
+
+def decoded_more(job: JobProcess, n_tokens: int) -> None:
+    """Wait for so many tokens more."""
+    until(job, lambda goal=job.decoded + n_tokens: job.decoded >= goal, f"{n_tokens} tokens more")  # type: ignore[misc]
+
+
+def kill(one: Identity) -> None:
+    """SIGKILL, and wait until it is gone."""
+    os.kill(one.pid, signal.SIGKILL)
+    deadline = time.monotonic() + WAIT_S
+    while one.alive():
+        assert time.monotonic() < deadline, f"{one} outlives SIGKILL"
+        time.sleep(0.01)
+
+
+def kill_everything(job: JobProcess) -> None:
+    """SIGKILL to the driver and to all that it has started: Ray's own processes, actors, engines."""
+    everybody = job.descendants()
+    job.kill_group()
+    for one in everybody:
+        with suppress(ProcessLookupError):
+            if one.alive():
+                os.kill(one.pid, signal.SIGKILL)
+    deadline = time.monotonic() + WAIT_S
+    while any(one.alive() for one in everybody):
+        assert time.monotonic() < deadline, "the job's processes outlive SIGKILL"
+        time.sleep(0.01)
