@@ -47,7 +47,7 @@ def live(
     *,
     die_at: str | None = None,
     kill_when: Callable[[str], bool] | None = None,
-    timeout_s: float = 240.0,
+    timeout_s: float = 400.0,
 ) -> Life:
     """One life, the leader of its process group. Killed with its group once `kill_when` holds of what it has said."""
     log = folder.with_name(f"{folder.name}.log")
