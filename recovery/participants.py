@@ -130,7 +130,15 @@ class Participants:
     # ---- those that never wait: on the event loop --------------------------------------------------------------
 
     def add(self, one: LoopParticipant) -> None:
-        """From the next snapshot on its states are part of each. Raises what `attach` raises, with nothing changed."""
+        """From the next snapshot on its states are part of each.
+
+        Raises InputError if one of that name is there, or what `attach` raises; nothing is changed then.
+        """
+        if any(other.name == one.name for other in self._all):
+            raise InputError(
+                f"a participant {one.name!r} is part of these snapshots already",
+                hint="one session has one of each: open a session (and a store) for the other",
+            )
         one.attach({name: data for name, data in self._carried.items() if one.owns(name)})
         self._all.append(one)
 

@@ -138,6 +138,9 @@ class Participant(Protocol):
 class LoopParticipant(Protocol):
     """Somebody whose states are of the very step in which others are held. On the event loop: nothing here may wait."""
 
+    name: str
+    """What it is called: of two with one name the second is refused."""
+
     def attach(self, carried: Mapping[str, bytes]) -> None:
         """It is one from now on. `carried`: its own states in the snapshot that was restored.
 

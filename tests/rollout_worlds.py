@@ -19,11 +19,11 @@ import msgspec
 from recovery.admission.attempts import Attempt
 from recovery.admission.holds import AdmissionClosed, HoldKind, Lifecycle
 from recovery.admission.leases import Lease
-from recovery.admission.limits import CannotClose, Exhausted, Waiting
+from recovery.admission.limits import CannotClose, Exhausted, TerminalPending, Waiting
 from recovery.admission.metrics import KEYS
 from recovery.admission.preparation import NotPrepared, prepare
 from recovery.admission.replay import ReplaySource
-from recovery.admission.rollout import FullyAsyncRollout, TerminalPending
+from recovery.admission.rollout import FullyAsyncRollout
 from recovery.admission.rows import IterableRows
 from recovery.admission.samples import Sample
 from recovery.admission.settlement import Why

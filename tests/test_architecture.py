@@ -49,7 +49,10 @@ EXTRA_IMPORTS = {"recovery.config": {"msgspec", "yaml"}, "recovery.config_forms"
 """What modules of the core may import besides the standard library and numpy."""
 
 
-DRIVERS = {f"recovery.admission.{name}" for name in ("changes", "generation", "rollout", "training", "updates")}
+DRIVERS = {
+    f"recovery.admission.{name}"
+    for name in ("changes", "closing", "covering", "generation", "rollout", "training", "updates")
+}
 """The asyncio edge of the core: FullyAsyncRollout, which drives the machines beside it, and a trainer's loop. No
 machine imports one."""
 

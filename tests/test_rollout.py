@@ -19,10 +19,9 @@ from recovery.admission import FullyAsyncRollout
 from recovery.admission.changes import TOLD_AFTER_S
 from recovery.admission.holds import AdmissionClosed, HoldKind, Lifecycle, NotHeld
 from recovery.admission.leases import Lease
-from recovery.admission.limits import CancelledTooOften, CannotClose, Exhausted, Waiting
+from recovery.admission.limits import CancelledTooOften, CannotClose, Exhausted, TerminalPending, Waiting
 from recovery.admission.prefixes import Prefix
 from recovery.admission.replay import ReplaySource
-from recovery.admission.rollout import TerminalPending
 from recovery.admission.rows import IterableRows
 from recovery.admission.samples import MalformedSample, Sample
 from recovery.admission.updates import DeadlinePassed, EnginesTorn, WaitsForItself

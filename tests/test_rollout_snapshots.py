@@ -28,7 +28,15 @@ from recovery.admission.rows import IterableRows
 from recovery.admission.state import NAME, check_fits
 from recovery.admission.trainer import Acknowledgement, Outcome, PublicationRefused
 from recovery.config import RolloutConfig
-from recovery.errors import CannotRestore, Damaged, FingerprintMismatch, ProgramError, RecoveryError, SnapshotAbandoned
+from recovery.errors import (
+    CannotRestore,
+    Damaged,
+    FingerprintMismatch,
+    InputError,
+    ProgramError,
+    RecoveryError,
+    SnapshotAbandoned,
+)
 from recovery.model import PolicyVersion
 from recovery.participants import Participants
 from storage_backends import open_store
@@ -483,8 +491,8 @@ async def test_a39_a40_a_checkpoint_waits_for_a_snapshot_without_leases_or_open_
 
 
 class Part:
-    def __init__(self, *names: str, refuses: bool = False) -> None:
-        self.names, self.refuses, self.events = names, refuses, []
+    def __init__(self, *names: str, name: str = "", refuses: bool = False) -> None:
+        self.names, self.name, self.refuses, self.events = names, name or names[0], refuses, []
 
     def attach(self, carried: Mapping[str, bytes]) -> None:
         self.events.append("attach")
@@ -513,7 +521,10 @@ def test_a_state_is_carried_until_its_owner_is_there() -> None:
     one = Part("a")
     parts.add(one)
     assert parts.states() == {"job": b"j", "a": b"new"}, "what the owner leaves out is gone"
-    parts.add(Part("a"))
+    with pytest.raises(InputError, match="already"):
+        parts.add(Part("a", "b"))
+    assert parts.states() == {"job": b"j", "a": b"new"}, "refused, nothing changed"
+    parts.add(Part("a", name="other"))
     with pytest.raises(ProgramError, match="two participants"):
         parts.states()
 

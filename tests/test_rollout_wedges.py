@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 
 from recovery.admission.exclusion import Work
+from recovery.admission.holds import HoldKind, Lifecycle
+from recovery.admission.limits import CannotClose, Exhausted, TerminalPending
+from recovery.admission.preparation import LeasesOpen, TrainerUnresolved
+from recovery.admission.replay import ReplaySource
+from recovery.admission.rows import IterableRows
 from recovery.admission.samples import Sample
+from recovery.admission.trainer import Acknowledgement, Outcome
+from recovery.errors import Fenced, ProgramError, SnapshotAbandoned
 from recovery.model import PolicyVersion
+from tests.admission_doubles import SourceDown
 from tests.test_rollout import Engine, batch_of, groups, nothing, on_virtual_time, rollout
 
 PATIENCE_S = 120.0
@@ -189,4 +197,263 @@ async def test_a18_who_gives_up_its_place_lets_those_behind_it_in() -> None:
         await asyncio.wait_for(later, 10)
     assert one.version.number == 0 and groups(await batch_of(one))
     one.roll_back(one.ownership.leases.open[0])
+    await one.close()
+
+
+# ---- the loop, and closing --------------------------------------------------------------------------------------
+
+
+def test_a4_every_verb_is_refused_off_the_loop_with_nothing_changed() -> None:
+    async def main() -> None:
+        one = rollout(6, engines=[Engine(0.0)])
+        one.start()
+        lease = await batch_of(one, timeout_s=PATIENCE_S)
+        hold = one.acquire(HoldKind.DRAIN, "evaluation", "")
+        before = (one.ownership.slots.used, one.ownership.gate.epoch, one.ownership.leases.open)
+        verbs = (
+            lambda: one.commit(lease),
+            lambda: one.roll_back(lease),
+            lambda: one.release(hold),
+            lambda: one.acquire(HoldKind.DRAIN, "other", ""),
+            lambda: one.checkpoint_saved(1),
+            one.reconcile,
+            one.start,
+        )
+        for verb in verbs:
+            with pytest.raises(ProgramError, match="no event loop"):
+                await asyncio.to_thread(verb)
+            with pytest.raises(ProgramError, match="another event loop"):
+                await asyncio.to_thread(lambda verb=verb: asyncio.run(_calls(verb)))  # type: ignore[misc]
+        for coroutine in (one.next_batch, one.close):
+            with pytest.raises(ProgramError, match="another event loop"):
+                await asyncio.to_thread(lambda made=coroutine: asyncio.run(made()))  # type: ignore[misc]
+        assert before == (one.ownership.slots.used, one.ownership.gate.epoch, one.ownership.leases.open)
+        one.release(hold)
+        one.commit(lease)
+        seen = set(groups(lease))
+        while not isinstance(got := await one.next_batch(timeout_s=PATIENCE_S), Exhausted):
+            assert not hasattr(got, "reason")
+            one.commit(got)
+            seen |= set(groups(got))
+        assert seen == set(range(6)), "nothing is left behind without a task"
+        await one.close(timeout_s=PATIENCE_S)
+
+    asyncio.run(main())
+
+
+async def _calls(verb: Callable[[], Any]) -> None:
+    verb()
+
+
+def test_a_start_without_a_loop_is_refused_and_may_be_made_again_on_one() -> None:
+    one = rollout(2, engines=[Engine(0.0)])
+    with pytest.raises(ProgramError, match="start"):
+        one.start()
+
+    async def main() -> None:
+        one.start()
+        for group in range(2):
+            lease = await batch_of(one, timeout_s=PATIENCE_S)
+            assert groups(lease) == [group]
+            one.commit(lease)
+        await one.close(timeout_s=PATIENCE_S)
+
+    asyncio.run(main())
+
+
+@on_virtual_time
+async def test_a48_what_cannot_begin_is_given_back_and_close_leaves_nothing_owned() -> None:
+    """The store of prefixes fails while a group is being begun: it is owned, and no task of it runs."""
+
+    class Broken:
+        saved = True
+
+        def of(self, request_id: str) -> Any:
+            raise OSError("the store of prefixes")
+
+        def known(self) -> Any:
+            return []
+
+        def forget(self, request_ids: Any) -> None:
+            pass
+
+    one = rollout(3, prefixes=Broken())
+    one.participant.attached = True
+    one.start()
+    with pytest.raises(OSError, match="prefixes"):
+        await one.next_batch()
+    assert one.ownership.slots.used == 0
+    await one.close()
+    assert one.ownership.gate.lifecycle is Lifecycle.CLOSED
+
+
+@on_virtual_time
+async def test_a48_close_does_not_say_that_it_is_done_while_something_is_owned() -> None:
+    one = rollout(3)
+    one.start()
+    task = one.running[0]
+    lost = one._tasks.pop(next(iter(one._tasks)))  # a task that nobody knows of, as no step of ours leaves it
+    one.acquire(HoldKind.DRAIN, "evaluation", "")
+    lost[0].remove_done_callback(lost[0]._callbacks[0][0])  # type: ignore[attr-defined]
+    task.cancel()
+    with pytest.raises(TerminalPending, match=r"p0 \(executing\)"):
+        await one.close()
+    assert one.ownership.gate.lifecycle is Lifecycle.CLOSING
+
+
+def test_a50_a_close_with_a_deadline_has_it_whoever_closed_before_without_one() -> None:
+    async def main() -> None:
+        release, began = threading.Event(), threading.Event()
+
+        def generate(samples: list[Sample], engine: Any) -> list[Sample]:
+            began.set()
+            assert release.wait(PATIENCE_S)
+            return samples
+
+        one = rollout(1, generate=generate)
+        one.start()
+        await asyncio.to_thread(began.wait, PATIENCE_S)
+        first = asyncio.ensure_future(one.close())
+        await asyncio.sleep(0)
+        first.cancel()
+        for _ in range(2):
+            with pytest.raises(TerminalPending, match="p0"):
+                await one.close(timeout_s=0.01)
+        release.set()
+        await one.close(timeout_s=PATIENCE_S)
+        assert one.ownership.gate.lifecycle is Lifecycle.CLOSED
+        await one.close(timeout_s=0.0)
+
+    asyncio.run(main())
+
+
+@on_virtual_time
+async def test_m24_a_close_that_an_open_lease_refused_has_closed_admission_and_goes_on_when_it_is_settled() -> None:
+    one = rollout(4)
+    one.start()
+    lease = await batch_of(one)
+    with pytest.raises(CannotClose, match="1"):
+        await one.close()
+    assert one.ownership.gate.lifecycle is Lifecycle.CLOSING and one.ownership.refusal() == "closed"
+    one.roll_back(lease)
+    await one.close()
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------
+
+
+class Snapshots:
+    """What a session does: takes a snapshot when it was asked for one, gives some up, and stops."""
+
+    def __init__(self, one: Any, *, given_up: int = 0, takes_s: float = 1.0) -> None:
+        self.one, self.given_up, self.takes_s = one, given_up, takes_s
+        self.asked = self.taken = 0
+        self.failure: Exception | None = None
+        self._task: asyncio.Future[None] | None = None
+        one.participant.attach({})
+
+    def want(self, cause: str) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.asked += 1
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._take())
+
+    async def _take(self) -> None:
+        part = self.one.participant
+        await asyncio.sleep(self.takes_s)
+        published = False
+        try:
+            part.hold("checkpoint")
+            part.states()
+            published = self.failure is None and self.taken >= self.given_up
+            self.taken += 1
+        except SnapshotAbandoned:
+            pass
+        part.resume(published)
+        part.release()
+
+
+async def _one_committed() -> Any:
+    one = rollout(6)
+    one.start()
+    one.commit(await batch_of(one))
+    return one
+
+
+@on_virtual_time
+async def test_a42_a_snapshot_that_was_given_up_is_asked_for_again() -> None:
+    one = await _one_committed()
+    snapshots = Snapshots(one, given_up=2)
+    update = asyncio.ensure_future(one.updates.update(lambda version: asyncio.sleep(5)))
+    await asyncio.sleep(0)
+    assert await one.prepare_checkpoint(1, snapshots.want)
+    assert snapshots.taken == 3 and snapshots.asked > 3, "some were refused because of the update"
+    await update
+    one.checkpoint_saved(1)
+    await one.close()
+
+
+@on_virtual_time
+async def test_a_waiter_learns_that_the_process_was_fenced_however_little_is_heard() -> None:
+    one = await _one_committed()
+    snapshots = Snapshots(one, takes_s=1e9)
+    waiter = asyncio.ensure_future(one.prepare_checkpoint(1, snapshots.want))
+    await asyncio.sleep(1)
+    snapshots.failure = Fenced("another process claimed the store", hint="")
+    with pytest.raises(Fenced):
+        await waiter
+    assert snapshots._task is not None
+    snapshots._task.cancel()
+    await one.close()
+
+
+@on_virtual_time
+async def test_a39_two_waiters_do_not_disturb_each_other() -> None:
+    one = await _one_committed()
+    snapshots = Snapshots(one, takes_s=3.0)
+    late = asyncio.ensure_future(one.prepare_checkpoint(1, snapshots.want, timeout_s=1.0))
+    patient = asyncio.ensure_future(one.prepare_checkpoint(1, snapshots.want, timeout_s=30.0))
+    assert await late is False and await patient is True
+    lease = await batch_of(one)
+    both = [asyncio.ensure_future(one.prepare_checkpoint(2, snapshots.want)) for _ in range(2)]
+    for waiter in both:
+        with pytest.raises(LeasesOpen):  # each is told
+            await waiter
+    one.commit(lease)
+    assert await one.prepare_checkpoint(2, snapshots.want)
+    assert not one.participant.waits.any
+    await one.close()
+
+
+@on_virtual_time
+async def test_a40_m18_a_commit_that_the_source_refused_once_keeps_no_checkpoint_from_being_prepared() -> None:
+    class Once(ReplaySource):
+        down = True
+
+        def acknowledge(self, attempts: Any, rollout: int) -> None:
+            if self.down:
+                self.down = False
+                raise SourceDown("acknowledge")
+            super().acknowledge(attempts, rollout)
+
+    one = rollout(source=Once(IterableRows([{"id": f"p{i}"} for i in range(3)]), samples_per_prompt=1))
+    snapshots = Snapshots(one)
+    one.start()
+    trainer, member = one.trainer_admission(), ("actor", 0)
+    lease = await batch_of(one)
+    publication = trainer.publish(lease, lease.rollout, ["d"], [member])
+    with pytest.raises(SourceDown):
+        trainer.commit(publication, [Acknowledgement(publication, member)])
+    one.commit(again := await batch_of(one))
+    with pytest.raises(TrainerUnresolved, match="roll it back"):
+        await one.prepare_checkpoint(again.rollout, snapshots.want)
+    trainer.roll_back(publication)
+    assert trainer.status(publication) is Outcome.ROLLED_BACK
+    assert await one.prepare_checkpoint(again.rollout, snapshots.want)
+    seen = groups(again)
+    while not isinstance(got := await one.next_batch(), Exhausted):
+        one.commit(got)  # type: ignore[arg-type]
+        seen += groups(got)  # type: ignore[arg-type]
+    assert sorted(seen) == [0, 1, 2]
     await one.close()

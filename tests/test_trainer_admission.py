@@ -26,7 +26,12 @@ class Inner:
 
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
+        self.spent: set[int] = set()
         self.down: set[str] = set()
+
+    def settle(self, verb: str, rollout: int) -> None:
+        self.spent.add(rollout)
+        self.do(verb, rollout)
 
     def do(self, verb: str, rollout: int) -> None:
         if verb in self.down:
@@ -37,9 +42,10 @@ class Inner:
 def admission(inner: Inner, incarnation: str = "one") -> TrainerAdmission:
     return TrainerAdmission(
         incarnation,
-        lambda lease: inner.do("commit", lease.rollout),
-        lambda lease: inner.do("roll back", lease.rollout),
+        lambda lease: inner.settle("commit", lease.rollout),
+        lambda lease: inner.settle("roll back", lease.rollout),
         lambda publication: inner.do("delete", publication.rollout),
+        is_open=lambda lease: lease.rollout not in inner.spent,
     )
 
 
@@ -120,6 +126,34 @@ def test_a_failing_settlement_fails_closed(verb: str, failed: Outcome) -> None:
     with pytest.raises(PublicationRefused, match="neither"):
         trainer.after_lost_answer(publication)
     assert inner.done == []
+    trainer.roll_back(publication)
+    assert trainer.status(publication) is Outcome.ROLLED_BACK and trainer.unresolved == 0, "a way out"
+    assert inner.done == [("delete", 4)], "A31: the lease is not settled again"
+
+
+def test_a33_what_was_refused_before_it_began_is_settled_by_the_way_out() -> None:
+    inner = Inner()
+    trainer, publication = published(inner)
+    inner.settle = inner.do  # type: ignore[method-assign]
+    inner.down = {"commit"}
+    with pytest.raises(OSError):
+        trainer.commit(publication, acknowledged(publication))
+    trainer.roll_back(publication)
+    assert inner.done == [("roll back", 4), ("delete", 4)]
+
+
+def test_a31_a_lease_is_published_once_and_only_while_it_is_open() -> None:
+    inner = Inner()
+    trainer = admission(inner)
+    one = lease()
+    publication = trainer.publish(one, 4, [], COHORT)
+    with pytest.raises(PublicationRefused, match="already"):
+        trainer.publish(one, 4, [], COHORT)
+    assert trainer.unresolved == 1
+    trainer.commit(publication, acknowledged(publication))
+    with pytest.raises(PublicationRefused, match="settled before"):
+        trainer.publish(lease(), 4, [], COHORT)
+    assert trainer.unresolved == 0 and inner.done == [("commit", 4)]
 
 
 def test_a35_m20_m21_a_lost_answer_is_decided_by_the_status() -> None:

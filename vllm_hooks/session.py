@@ -241,8 +241,16 @@ class RecoverySession(Capturing):
             self.fail(attempt.error)
 
     def want_snapshot(self, cause: str = "request") -> None:
-        """Ask for a snapshot soon; returns at once, from any thread. Raises what stops this process, if anything."""
+        """Ask for a snapshot soon; returns at once, from any thread.
+
+        Raises what stops this process, if anything, and InputError after `stop`: none is taken any more.
+        """
         self.raise_if_failed()
+        if self._stopped:
+            raise InputError(
+                f"a snapshot ({cause}) was asked for after the session was stopped",
+                hint="end what trains before session.stop(), which takes the last one",
+            )
         if self.capturing:
             self.snapshots.request(cause)
 

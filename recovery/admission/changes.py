@@ -13,8 +13,21 @@ from __future__ import annotations
 import asyncio
 import warnings
 
+from recovery.errors import ProgramError
+
 TOLD_AFTER_S = 60.0
 """So long somebody may wait for another's hold before it is told; evaluations take minutes."""
+
+
+def running_loop(verb: str) -> asyncio.AbstractEventLoop:
+    """The loop that this is a step of. Raises ProgramError in a thread that runs none, `verb` being what was tried."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise ProgramError(
+            f"rollout.{verb}() was called where no event loop runs",
+            hint=f"call it on the rollout's loop: loop.call_soon_threadsafe(rollout.{verb}, ...) from another thread",
+        ) from None
 
 
 class Deadline:
@@ -30,6 +43,11 @@ class Deadline:
     @property
     def passed(self) -> bool:
         return self.left_s == 0.0
+
+    def or_before(self, other: Deadline) -> Deadline:
+        """The earlier one of both."""
+        left_s, others_s = self.left_s, other.left_s
+        return other if left_s is None or (others_s is not None and others_s < left_s) else self
 
 
 class LongWait:
@@ -47,8 +65,7 @@ class LongWait:
         if self._due.passed:
             self._due = Deadline(None)
             warnings.warn(f"{self._who} has waited for {TOLD_AFTER_S:.0f} s: {said}", stacklevel=3)
-        left_s, due_s = deadline.left_s, self._due.left_s
-        return self._due if left_s is None or (due_s is not None and due_s < left_s) else deadline
+        return deadline.or_before(self._due)
 
 
 class Changes:

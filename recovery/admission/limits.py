@@ -56,5 +56,9 @@ class CannotClose(Exception):
     """Something has to be settled by its owner first."""
 
 
+class TerminalPending(Exception):
+    """(A50) Executions were asked to stop and have not proven that they did. They are still owned; close again."""
+
+
 class CancelledTooOften(Exception):
     """A group's execution ended in a cancellation that nobody asked for, again and again."""

@@ -13,11 +13,10 @@ Invariants (numbers are those of docs/admission.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from recovery.admission.preparation import NotPrepared, covers, prepare
+from recovery.admission.preparation import NotPrepared, Waits, covers, prepare
 from recovery.admission.state import NAME
 from recovery.errors import SnapshotAbandoned
 
@@ -36,25 +35,18 @@ class NotCovered(Exception):
 class RolloutParticipant:
     """recovery.ports.LoopParticipant."""
 
+    name = NAME
+
     def __init__(self, rollout: FullyAsyncRollout) -> None:
         self._rollout = rollout
         self._taken: int | None = None
-        self._strict = self._taken_strictly = False
-        self.refused: NotPrepared | None = None
+        self._taken_strictly = False
+        self.waits = Waits()
         self.attached = False
         self.covered = 0
         """The highest rollout that a published snapshot covers."""
         self.prepared = 0
         """The highest rollout that one covers which was taken under the conditions of a checkpoint."""
-
-    @contextmanager
-    def strictly(self) -> Iterator[None]:
-        """For the time of a block, snapshots are taken under the conditions of a trainer's checkpoint."""
-        self._strict, self.refused = True, None
-        try:
-            yield
-        finally:
-            self._strict, self.refused = False, None
 
     def attach(self, carried: Mapping[str, bytes]) -> None:
         """Raises NotTakenUp: what was trained would be generated and trained on again."""
@@ -70,18 +62,20 @@ class RolloutParticipant:
         return name == NAME or name.startswith("group-")
 
     def hold(self, reason: str) -> None:
+        self.waits.held()
         self._rollout.updates.hold_for_cut(reason)
 
     def states(self) -> Mapping[str, bytes]:
         """Raises SnapshotAbandoned if the rollout has failed or is being closed."""
         own, hold = self._rollout.ownership, self._rollout.updates.cut_hold
         own.gate.freeze(hold)
+        strict = self.waits.any
         try:
-            prepare(own, hold, unresolved=self._rollout.unresolved, checkpoint=self._strict)
+            prepare(own, hold, unresolved=self._rollout.unresolved, checkpoint=strict)
         except NotPrepared as error:
-            self.refused = error if self._strict else None
+            self.waits.refused(error)
             raise SnapshotAbandoned(str(error), hint="the last snapshot stands") from error
-        self._taken, self._taken_strictly = covers(own), self._strict
+        self._taken, self._taken_strictly = covers(own), strict
         return self._rollout.state.states()
 
     def resume(self, published: bool) -> None:
@@ -89,6 +83,7 @@ class RolloutParticipant:
             self.covered = max(self.covered, self._taken)
             self.prepared = max(self.prepared, self._taken if self._taken_strictly else 0)
         self._taken = None
+        self.waits.ended()
         self._rollout.changes.tell()
 
     def release(self) -> None:

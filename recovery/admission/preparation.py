@@ -1,6 +1,7 @@
 """What must hold before a state is taken: for the trainer's checkpoint, and for a snapshot in between.
 
-Owns: the preconditions, each with an error of its own, and the highest rollout that a state covers.
+Owns: the preconditions, each with an error of its own; the highest rollout that a state covers; who waits for one for a
+checkpoint, and what each has heard since.
 Does not know: how a state is written (state.py), who takes the hold.
 
 Invariants (numbers are those of docs/admission.md):
@@ -9,9 +10,15 @@ Invariants (numbers are those of docs/admission.md):
 2. For a snapshot in between, leases may be open and receipts retained: their groups are outstanding in the state, so a
    restore brings them back; only a trainer that had trained them already may not take it (`covers`).
 3. A refusal changes nothing but what the retry settled.
+4. (A39, A40) As long as anybody waits, snapshots are taken under the conditions of a checkpoint; what refuses one is
+   told to each who waits, and the end of one wait changes nothing for another.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from recovery.admission.holds import Hold, Lifecycle
 from recovery.admission.ownership import Ownership
@@ -70,10 +77,55 @@ def prepare(ownership: Ownership, hold: Hold, *, unresolved: int = 0, checkpoint
         n = len(ownership.settlement.retained)
         raise ReceiptsRetained(f"{n} receipts could not be given back: {errors[0] if errors else 'reconcile'}")
     if unresolved:
-        raise TrainerUnresolved(f"{unresolved} publications to the trainer are not resolved")
+        raise TrainerUnresolved(
+            f"{unresolved} publications to the trainer are not resolved: commit each, or roll it back, failed or not"
+        )
 
 
 def covers(ownership: Ownership) -> int:
     """The highest R of which a trainer may restore this state: every rollout up to it is settled and known to it."""
     open_leases = [lease.rollout for lease in ownership.leases.open]
     return min(open_leases) - 1 if open_leases else ownership.leases.newest
+
+
+@dataclass(eq=False, slots=True)
+class Wait:
+    """Of one who waits: what refused a snapshot since, whether one is being taken, and whether one ended."""
+
+    refused: NotPrepared | None = None
+    held: bool = False
+    ended: bool = False
+
+
+class Waits:
+    """All who wait at one rollout."""
+
+    def __init__(self) -> None:
+        self._all: dict[Wait, None] = {}
+
+    @property
+    def any(self) -> bool:
+        return bool(self._all)
+
+    @contextmanager
+    def one(self) -> Iterator[Wait]:
+        wait = Wait()
+        self._all[wait] = None
+        try:
+            yield wait
+        finally:
+            del self._all[wait]
+
+    def held(self) -> None:
+        """A snapshot is being taken."""
+        for wait in self._all:
+            wait.held = True
+
+    def refused(self, error: NotPrepared) -> None:
+        for wait in self._all:
+            wait.refused = error
+
+    def ended(self) -> None:
+        """A snapshot was published or given up."""
+        for wait in self._all:
+            wait.held, wait.ended = False, True

@@ -3,7 +3,8 @@
 Owns: the tasks that generate, which engine each runs on, and who is woken when something changed.
 Does not know: what is allowed (ownership.py decides every step), what an engine is made of, stores, wall time.
 
-Runs on one event loop. Everything between two awaits is one step of the machine, so no gate can close in between.
+Runs on one event loop, the one of `start`; elsewhere every verb is refused before it changes anything. What is between
+two awaits is one step of the machine, so no gate can close in between.
 
 Invariants (numbers are those of docs/admission.md):
 1. (A16) A group is reserved in the same step in which the gate was seen open.
@@ -20,8 +21,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from recovery.admission import view
-from recovery.admission.attempts import Attempt, Execution, Record
-from recovery.admission.changes import Changes, Deadline, LongWait
+from recovery.admission.attempts import Attempt, Execution, Phase, Record
+from recovery.admission.changes import Changes, Deadline, LongWait, running_loop
+from recovery.admission.closing import Closing
+from recovery.admission.covering import covered
 from recovery.admission.generation import Engine, Generate, Generation, check_engines, each_sample, pinned
 from recovery.admission.holds import AdmissionClosed, Hold, HoldKind, Lifecycle
 from recovery.admission.leases import Lease
@@ -39,13 +42,9 @@ from recovery.admission.updates import WeightUpdates
 from recovery.admission.versions import PolicyVersions
 from recovery.config import RolloutConfig
 from recovery.config_checks import check_rollout
-from recovery.errors import ConfigError
+from recovery.errors import ConfigError, ProgramError
 from recovery.model import PolicyVersion
 from recovery.ports import Clock, Entropy
-
-
-class TerminalPending(Exception):
-    """(A50) Executions were asked to stop and have not proven that they did. They are still owned; close again."""
 
 
 class FullyAsyncRollout:
@@ -90,15 +89,16 @@ class FullyAsyncRollout:
         self._prefixes = prefixes
         self.on_version = on_version
         self._tasks: dict[Execution, tuple[asyncio.Task[object], int]] = {}
-        self._closing: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._started = False
+        self._closing = Closing(self)
         limits = Limits(
             executing=config.max_executing_groups,
             slots=config.completed_prefetch_groups,
             batch_groups=batch_groups,
             buffer_max=config.async_buffer_max_groups,
         )
-        self._generation = Generation(generate, limits.executing)
+        self.generation = Generation(generate, limits.executing)
         staleness = Staleness(
             limit=config.max_policy_version_lag,
             policy=config.on_stale,
@@ -154,7 +154,8 @@ class FullyAsyncRollout:
                 "the store of `prefixes` takes snapshots without this rollout: a crash would lose what was trained",
                 hint="call session.participants.add(rollout.participant) before rollout.start()",
             )
-        self._started = True
+        self._check_loop("start")
+        self._loop, self._started = running_loop("start"), True
         self._go_on()
 
     async def next_batch(
@@ -164,6 +165,7 @@ class FullyAsyncRollout:
 
         Warns once when it has waited long for somebody's hold, or for `start`.
         """
+        self._check_loop("next_batch")
         deadline, long = Deadline(timeout_s), LongWait("next_batch")
         while True:
             before = self._measure()
@@ -187,6 +189,7 @@ class FullyAsyncRollout:
 
     def commit(self, lease: Lease) -> None:
         """The trainer has the batch and trains it: its groups come again only if it goes back to a checkpoint."""
+        self._check_loop("commit")
         try:
             self.ownership.commit(lease)
         finally:
@@ -194,6 +197,7 @@ class FullyAsyncRollout:
 
     def roll_back(self, lease: Lease) -> None:
         """The trainer did not begin with it: its groups are generated again."""
+        self._check_loop("roll_back")
         try:
             self.ownership.roll_back(lease)
         finally:
@@ -204,6 +208,7 @@ class FullyAsyncRollout:
 
         Raises NotCovered if no snapshot that covers it was published before (where snapshots are taken).
         """
+        self._check_loop("checkpoint_saved")
         self.participant.check_covers(rollout)
         self._source.checkpoint_saved(rollout)
         for admission in self._admissions:
@@ -214,27 +219,26 @@ class FullyAsyncRollout:
     ) -> bool:
         """Whether a published snapshot covers the rollout: then its checkpoint may be written. False: the deadline.
 
-        `want_snapshot` is told that one is wanted. (A39, A40) Raises the NotPrepared that kept it from being taken: no
-        lease may be open, nothing retained, nothing unresolved at the trainer. Where the rollout is part of no
-        snapshots (participants.add was not called), there is nothing to wait for.
+        `want_snapshot` is told that one is wanted, again after one that was given up; what it raises is raised.
+        (A39, A40) Raises the NotPrepared that kept it from being taken: no lease may be open, nothing retained, nothing
+        unresolved at the trainer. Where the rollout is part of no snapshots (participants.add was not called), there is
+        nothing to wait for.
         """
-        deadline = Deadline(timeout_s)
-        with self.participant.strictly():
-            want_snapshot("checkpoint")
-            while self.participant.attached and self.participant.prepared < rollout:
-                for error in (self.ownership.failure, self.participant.refused):
-                    if error is not None:
-                        raise error
-                if deadline.passed:
-                    return False
-                await self.changes.next(deadline)
-        return True
+        self._check_loop("prepare_checkpoint")
+        return await covered(self, rollout, want_snapshot, timeout_s)
 
     def trainer_admission(
         self, deleted: Callable[[PublicationId], None] = lambda publication: None
     ) -> TrainerAdmission:
         """For a trainer of several ranks. What it has not resolved keeps a checkpoint from being prepared (A40)."""
-        made = TrainerAdmission(self.ownership.incarnation, self.commit, self.roll_back, deleted)
+        leases = self.ownership.leases
+        made = TrainerAdmission(
+            self.ownership.incarnation,
+            self.commit,
+            self.roll_back,
+            deleted,
+            is_open=lambda lease: lease in leases.open,  # a lease equals no other
+        )
         self._admissions.append(made)
         return made
 
@@ -245,6 +249,7 @@ class FullyAsyncRollout:
 
     def reconcile(self) -> list[BaseException]:
         """Try again to give back whatever could not be. Returns what still cannot."""
+        self._check_loop("reconcile")
         errors = self.ownership.reconcile()
         self._go_on()
         return errors
@@ -253,6 +258,7 @@ class FullyAsyncRollout:
 
     def acquire(self, kind: HoldKind, owner: str, reason: str) -> Hold:
         """Nothing new is reserved and no batch is leased from here on. Raises AdmissionClosed after `close`."""
+        self._check_loop("acquire")
         return self.ownership.acquire(kind, owner, reason, self._clock.utc())
 
     async def wait_terminal(self, hold: Hold, *, timeout_s: float | None = None) -> bool:
@@ -274,6 +280,7 @@ class FullyAsyncRollout:
 
     def release(self, hold: Hold) -> None:
         """Give the claim back. A second time is an error; after `close` nothing happens."""
+        self._check_loop("release")
         self.ownership.gate.release(hold)
         self._go_on()
 
@@ -286,6 +293,19 @@ class FullyAsyncRollout:
         finally:
             if hold in self.ownership.gate.active:
                 self.release(hold)
+
+    def _check_loop(self, verb: str) -> None:
+        """Raise ProgramError, with nothing changed, anywhere but on the event loop on which it was started."""
+        if self._loop is not None and running_loop(verb) is not self._loop:
+            raise ProgramError(
+                f"rollout.{verb}() was called on another event loop than rollout.start()",
+                hint="use a rollout on one loop from start to close",
+            )
+
+    @property
+    def running(self) -> list[asyncio.Task[object]]:
+        """The executions whose work has not stopped."""
+        return [task for task, _ in self._tasks.values()]
 
     # ---- generating --------------------------------------------------------------------------------------------
 
@@ -308,8 +328,8 @@ class FullyAsyncRollout:
     def _begin(self, record: Record) -> None:
         execution = record.execution
         assert execution is not None
-        stored = self.state.take_finished(record)
         try:
+            stored = self.state.take_finished(record)
             if stored is not None:
                 self.ownership.complete(execution, stored, self._draw())
                 return
@@ -319,10 +339,12 @@ class FullyAsyncRollout:
                 self.ownership.refuse_prefix(execution, verdict, n_tokens)
                 return
             self.ownership.metrics.add("tokens_reused", n_tokens)
+            work = self.generation.run(copies(record.attempt.samples), self._engines[index])
         except Exception as error:
+            if record.phase is Phase.EXECUTING:
+                self.ownership.broke(execution, error)  # nothing of it runs
             self.ownership.fail(error)
             return
-        work = self._generation.run(copies(record.attempt.samples), self._engines[index])
         task = asyncio.get_running_loop().create_task(work, name=record.attempt.reservation_id)
         self._tasks[execution] = (task, index)
         task.add_done_callback(partial(self._ended, execution))
@@ -362,27 +384,9 @@ class FullyAsyncRollout:
     async def close(self, *, timeout_s: float | None = None) -> None:
         """Stop for good: cancel what runs, wait for it, give everything back. May be called again until it succeeds.
 
-        Raises CannotClose (an open lease, an update under way), TerminalPending at the deadline, or the first error of
-        the source. Cancelling the caller does not cancel it.
+        Raises CannotClose (an open lease, an update under way), TerminalPending at the deadline or if anything is still
+        owned, or the first error of the source. Neither a deadline nor a cancelled caller ends it. With an open lease
+        nothing is admitted or leased any more: settle it, and close again.
         """
-        if self._closing is None or self._closing.done():
-            self._closing = asyncio.get_running_loop().create_task(self._close(timeout_s), name="close the rollout")
-        await asyncio.shield(self._closing)
-
-    async def _close(self, timeout_s: float | None) -> None:
-        try:
-            self.ownership.close()
-        finally:
-            self.changes.tell()
-        deadline = Deadline(timeout_s)
-        for task, _ in self._tasks.values():
-            task.cancel()
-        while self._tasks:
-            if not await self.changes.next(deadline) and self._tasks:
-                names = ", ".join(sorted(task.get_name() for task, _ in self._tasks.values()))
-                raise TerminalPending(f"{len(self._tasks)} groups have not stopped: {names}")
-        errors = self.ownership.settle_all()
-        self._generation.close()
-        self.changes.tell()
-        if errors:
-            raise errors[0]
+        self._check_loop("close")
+        await self._closing.close(timeout_s)

@@ -8,7 +8,8 @@ Invariants (numbers are those of docs/admission.md):
    else; anything else is refused before the lease is touched.
 2. The `*_FAILED` state is set before the lease is settled and replaced when that succeeded: a crash in between fails
    closed.
-3. (A35) After a lost answer: COMMITTED trains, PENDING rolls back, a failed state does neither.
+3. (A35) After a lost answer: COMMITTED trains, PENDING rolls back, a failed state does neither. Its way out is
+   `roll_back`: what failed was given back by the owner of the lease, or is retained there and holds a checkpoint up.
 4. (M22) A cohort that changed between acknowledging and training is refused before the optimizer runs.
 5. (M23) A publication of another incarnation is refused.
 6. What is resolved is kept until the trainer's checkpoint behind it is saved: until then somebody may ask.
@@ -33,7 +34,7 @@ class Outcome(Enum):
 
 TRANSITIONS: dict[Outcome, tuple[Outcome, ...]] = {
     Outcome.PENDING: (Outcome.COMMIT_FAILED, Outcome.ROLLBACK_FAILED),
-    Outcome.COMMIT_FAILED: (Outcome.COMMITTED,),
+    Outcome.COMMIT_FAILED: (Outcome.COMMITTED, Outcome.ROLLBACK_FAILED),
     Outcome.ROLLBACK_FAILED: (Outcome.ROLLED_BACK,),
     Outcome.COMMITTED: (),
     Outcome.ROLLED_BACK: (),
@@ -87,11 +88,14 @@ class TrainerAdmission:
         commit: Callable[[Lease], None],
         roll_back: Callable[[Lease], None],
         deleted: Callable[[PublicationId], None] = lambda publication: None,
+        *,
+        is_open: Callable[[Lease], bool],
     ) -> None:
         self._incarnation = incarnation
         self._commit = commit
         self._roll_back = roll_back
         self._deleted = deleted
+        self._is_open = is_open
         self._admissions: dict[int, _Admission] = {}
         self._published = 0
 
@@ -115,6 +119,10 @@ class TrainerAdmission:
         if lease.rollout != rollout:
             self._roll_back(lease)
             raise PublicationRefused(f"the lease is of rollout {lease.rollout}, asked for was {rollout}")
+        if not self._is_open(lease):
+            raise PublicationRefused(f"the lease of rollout {rollout} was settled before, or is not of this rollout")
+        if any(one.lease is lease for one in self._admissions.values()):
+            raise PublicationRefused(f"the lease of rollout {rollout} is published already")
         if not cohort or len(set(cohort)) != len(cohort):
             raise PublicationRefused("a cohort has members, each of them once")
         self._published += 1
@@ -142,8 +150,17 @@ class TrainerAdmission:
         self._settle(admission, Outcome.COMMIT_FAILED, Outcome.COMMITTED, self._commit)
 
     def roll_back(self, publication: PublicationId) -> None:
-        """(A37) The source first, the data second: a deletion that fails un-settles nothing."""
-        self._settle(self._find(publication), Outcome.ROLLBACK_FAILED, Outcome.ROLLED_BACK, self._roll_back)
+        """(A37) The source first, the data second: a deletion that fails un-settles nothing.
+
+        Also for one whose commit or rollback failed: its lease is settled only if that attempt had not begun (A31).
+        """
+        one = self._find(publication)
+        began = one.outcome is not Outcome.PENDING
+        if one.outcome is not Outcome.ROLLBACK_FAILED:
+            self._move(one, Outcome.ROLLBACK_FAILED)
+        if not began or self._is_open(one.lease):
+            self._roll_back(one.lease)
+        self._move(one, Outcome.ROLLED_BACK)
         self._deleted(publication)
 
     def may_train(self, publication: PublicationId, cohort: Collection[Member]) -> bool:
@@ -164,7 +181,7 @@ class TrainerAdmission:
                 return False
             case failed:
                 raise PublicationRefused(
-                    f"rollout {publication.rollout}: {failed.value}; neither trained nor given back"
+                    f"rollout {publication.rollout}: {failed.value}, so neither train nor wait: roll_back(publication)"
                 )
 
     def _settle(self, one: _Admission, before: Outcome, after: Outcome, settle: Callable[[Lease], None]) -> None:
