@@ -142,6 +142,11 @@ class Participants:
         one.attach({name: data for name, data in self._carried.items() if one.owns(name)})
         self._all.append(one)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the state of one of them may be another than in the newest snapshot. From any thread."""
+        return any(one.has_news for one in self._all)
+
     def hold(self, reason: str) -> None:
         """Everybody stands still, as far as its state goes. Raises what the first one raised that cannot."""
         for one in self._all:

@@ -150,6 +150,10 @@ class LoopParticipant(Protocol):
     def owns(self, name: str) -> bool:
         """Whether a state of that name is its own; no two participants own one."""
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a snapshot would say something else than the newest that was published. From any thread, at once."""
+
     def hold(self, reason: str) -> None:
         """Keep the state as it is until `release`. Raises SnapshotAbandoned if that is impossible now."""
 

@@ -272,3 +272,47 @@ def test_rows_of_unknown_number_are_taken_as_they_come() -> None:
     short = ReplaySource(IterableRows(iter([{"id": 0}])), samples_per_prompt=1)
     with pytest.raises(InputError, match="1 rows"):
         short.restore(state, 0)
+
+
+@pytest.mark.parametrize("there", ["generator", "list"])
+@pytest.mark.parametrize("here", ["generator", "list"])
+@pytest.mark.parametrize("seen", [2, 3, 4])
+def test_a_cursor_means_the_same_whether_the_end_was_seen_or_not(there: str, here: str, seen: int) -> None:
+    """`seen` of 3 rows were asked for; the fourth is the end of the data."""
+
+    def over(kind: str, n: int = 3) -> ReplaySource:
+        some = rows(n)
+        return ReplaySource(IterableRows(iter(some) if kind == "generator" else some), samples_per_prompt=1)
+
+    one = over(there)
+    got = [one.reserve(1) for _ in range(seen)]
+    state = json.loads(json.dumps(one.to_json()))
+    assert state["size"] == (None if there == "generator" and seen < 4 else 3)
+    one.acknowledge(got[0], 1)
+    back = over(here)
+    back.restore(json.loads(json.dumps(one.to_json())), 1)
+    left: list[int] = []
+    while more := back.reserve(1):
+        left += [attempt.group_index for attempt in more]
+    assert left == [1, 2]
+    if state["size"] is not None:
+        with pytest.raises(FingerprintMismatch, match="size: 3 in the snapshot"):
+            over(here, 4).restore(state, 0)
+
+
+def test_no_two_groups_have_one_name_whatever_the_rows_are_called() -> None:
+    ids = ["a", "a@1", "a@1@0", "b@", "@1", "@", "a@0", "a@x", "a@²"]
+    one = ReplaySource(IterableRows([{"id": name} for name in ids]), samples_per_prompt=2, epochs=3)
+    attempts = one.reserve(3 * len(ids))
+    names = [attempt.reservation_id for attempt in attempts]
+    requests = [sample.request_id for attempt in attempts for sample in attempt.samples]
+    assert len(set(names)) == 3 * len(ids) and len(set(requests)) == 6 * len(ids)
+    plain = ReplaySource(IterableRows([{"id": name} for name in ids]), samples_per_prompt=1)
+    assert [attempt.reservation_id for attempt in plain.reserve(len(ids))] == ids, "one epoch needs no more than the id"
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_no_rows_are_the_end_of_the_data(seed: int | None) -> None:
+    one = source(0, shuffle_seed=seed, epochs=2)
+    assert one.reserve(1) == []
+    one.restore(one.to_json(), 0)

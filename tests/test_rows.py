@@ -79,3 +79,51 @@ def test_post_processing_is_part_of_the_row(tmp_path: Path) -> None:
 
     assert JsonlRows(path, ask).row(0) == {"id": 1, "q": "2+2", "prompt": "Q: 2+2"}
     assert JsonlRows(path, ask).digest(1) != JsonlRows(path).digest(1)
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"id": f"p{i}", "prompt": "x"}) for i in range(4)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    file = JsonlRows(path)
+    for text in (
+        [*lines[:2], lines[2].replace("x", "y"), lines[3]],
+        [lines[0][:-1] + " }", *lines[1:]],
+        [],
+        lines[::-1],
+    ):
+        with path.open("r+", encoding="utf-8") as opened:  # in place: the file that is open sees it
+            opened.truncate()
+            opened.write("\n".join(text))
+        with pytest.raises(InputError, match=r"rows\.jsonl, line 3 is not what it was"):
+            file.row(2)
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert file.row(2) == {"id": "p2", "prompt": "x"}
+    file.close()
+
+
+def test_a_row_that_could_not_be_taken_is_not_skipped() -> None:
+    """A6, A7: asked again it is the same row, mended or not; and an iterable that failed has not ended."""
+    broken = True
+
+    def process(row: dict[str, Any]) -> dict[str, Any]:
+        if row["id"] == 1 and broken:
+            raise KeyError("prompt")
+        return row
+
+    rows = IterableRows(({"id": i} for i in range(3)), process)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            rows.row(1)
+    broken = False
+    assert [rows.row(i) for i in range(4)] == [{"id": 0}, {"id": 1}, {"id": 2}, None]
+
+    def failing() -> Any:
+        yield {"id": 0}
+        raise OSError("the network is away")
+
+    rows = IterableRows(failing())
+    for _ in range(2):
+        with pytest.raises(OSError, match="away"):
+            rows.row(1)
+    assert rows.size is None and rows.row(0) == {"id": 0}

@@ -147,7 +147,7 @@ class RecoverySession(Capturing):
             coordinator,
             interval_s=self._config.snapshot_interval_s,
             may_take=lambda: self.failure is None and self.dead_engine is None,
-            has_news=lambda: self._n_captured != self._n_published,
+            has_news=lambda: self._n_captured != self._n_published or self.participants.has_news,
             on_attempt=self._on_attempt,
             on_error=self._on_program_error,
         )

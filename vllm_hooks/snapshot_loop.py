@@ -6,7 +6,7 @@ Does not know: what a snapshot is (recovery.coordinator), the event loop.
 Invariants:
 1. Only this thread calls `Coordinator.take`.
 2. After Fenced, or once `may_take` says no, none is taken any more.
-3. An interval in which nothing was captured leaves no snapshot: log entries are for ever.
+3. An interval in which nothing was captured and no participant has news leaves no snapshot: log entries are for ever.
 4. A program error in a snapshot is handed to `on_error` and ends the thread; it is never swallowed.
 """
 

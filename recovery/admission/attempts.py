@@ -108,6 +108,8 @@ class Attempts:
         self._owner = owner
         self._stage = stage
         self._records: dict[str, Record] = {}
+        self.steps = 0
+        """How often an attempt changed its phase."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -164,5 +166,6 @@ class Attempts:
         if phase not in TRANSITIONS[record.phase]:
             raise ReceiptRefused(f"{record.attempt.reservation_id!r} is {record.phase.value}, not yet {phase.value}")
         record.phase = phase
+        self.steps += 1
         if not TRANSITIONS[phase]:
             del self._records[record.attempt.reservation_id]

@@ -24,7 +24,9 @@ class LeaseSpent(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Lease:
-    """One batch. `groups` are the finished samples, in the order of `receipts`; `version` is current at issue."""
+    """One batch. `groups` are copies of the finished samples, in the order of `receipts`: what a trainer changes in
+    them changes nothing that is kept. `version` is current at issue.
+    """
 
     rollout: int
     receipts: tuple[Terminal, ...]

@@ -35,7 +35,7 @@ from recovery.admission.limits import (
 )
 from recovery.admission.metrics import Metrics
 from recovery.admission.patience import Patience
-from recovery.admission.samples import Sample, finished
+from recovery.admission.samples import Sample, apart, finished
 from recovery.admission.settlement import Settlement, Source, Why, under
 from recovery.admission.slots import Slots
 from recovery.admission.staleness import Action, Staleness
@@ -211,7 +211,7 @@ class Ownership:
             self.finished.remove(record)
             self.attempts.move(record, Phase.LEASED)
         receipts = tuple(record.terminal for record in records if record.terminal is not None)
-        groups = tuple(record.samples for record in records)
+        groups = tuple(tuple(apart(sample) for sample in record.samples) for record in records)
         self.patience.leased()
         return self.leases.issue(
             Lease(rollout=rollout, receipts=receipts, groups=groups, version=self.versions.current)

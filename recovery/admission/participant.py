@@ -9,6 +9,7 @@ Invariants (numbers are those of docs/admission.md):
    restart would find no snapshot that knows what was trained.
 3. (A39, A40) While a trainer waits to write its checkpoint, a snapshot is only taken if all that a checkpoint needs
    holds; what does not is told to the one who waits, and covers nothing.
+4. Whatever moves a group or the version is news, whoever generates: a snapshot at an interval is for both.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from recovery.admission.preparation import NotPrepared, Waits, covers, prepare
 from recovery.admission.state import NAME
 from recovery.errors import SnapshotAbandoned
+from recovery.model import PolicyVersion
 
 if TYPE_CHECKING:
     from recovery.admission.rollout import FullyAsyncRollout
@@ -40,6 +42,7 @@ class RolloutParticipant:
     def __init__(self, rollout: FullyAsyncRollout) -> None:
         self._rollout = rollout
         self._taken: int | None = None
+        self._taken_at = self._published_at = self._moment()
         self._taken_strictly = False
         self.waits = Waits()
         self.attached = False
@@ -57,6 +60,15 @@ class RolloutParticipant:
                 "session.participants.add(rollout.participant)"
             )
         self.attached = True
+        self._published_at = self._moment()
+
+    @property
+    def has_news(self) -> bool:
+        return self._moment() != self._published_at
+
+    def _moment(self) -> tuple[int, PolicyVersion]:
+        """Another one after whatever a snapshot would say."""
+        return self._rollout.ownership.attempts.steps, self._rollout.version
 
     def owns(self, name: str) -> bool:
         return name == NAME or name.startswith("group-")
@@ -75,11 +87,12 @@ class RolloutParticipant:
         except NotPrepared as error:
             self.waits.refused(error)
             raise SnapshotAbandoned(str(error), hint="the last snapshot stands") from error
-        self._taken, self._taken_strictly = covers(own), strict
+        self._taken, self._taken_strictly, self._taken_at = covers(own), strict, self._moment()
         return self._rollout.state.states()
 
     def resume(self, published: bool) -> None:
         if published and self._taken is not None:
+            self._published_at = self._taken_at
             self.covered = max(self.covered, self._taken)
             self.prepared = max(self.prepared, self._taken if self._taken_strictly else 0)
         self._taken = None
@@ -90,6 +103,11 @@ class RolloutParticipant:
         self._rollout.updates.release_cut()
 
     def check_covers(self, rollout: int) -> None:
-        """Raise NotCovered unless a restart at that rollout would find its snapshot."""
+        """Raise NotCovered unless a restart at that rollout would find its snapshot, and its batch was settled."""
+        known = covers(self._rollout.ownership)
+        if rollout > known:
+            raise NotCovered(
+                f"rollout {rollout} is no checkpoint yet: its batch was not committed (up to {known} all are)"
+            )
         if self.attached and rollout > self.covered:
             raise NotCovered(f"no snapshot covers rollout {rollout} yet, the newest one covers {self.covered}")

@@ -124,11 +124,12 @@ class ReplaySource:
 
     def _make(self, group: int, draws: _Draws) -> Attempt | None:
         epoch, offset = self._place(group)
-        row = None if epoch >= self._epochs else self._rows.row(self._index(epoch, offset))
+        no_more = epoch >= self._epochs or self._rows.size == 0
+        row = None if no_more else self._rows.row(self._index(epoch, offset))
         if row is None:
             return None
         row_id = str(row["id"])
-        name = _name(row_id, epoch)
+        name = self._name(row_id, epoch)
         drawn = f".{draws.draw}" if draws.draw else ""
         samples = tuple(
             Sample(row_id=row_id, group_index=group, sample_index=i, request_id=f"{name}/{i}{drawn}", row=dict(row))
@@ -161,13 +162,18 @@ class ReplaySource:
             row = self._rows.row(self._index(epoch, offset))
             outstanding = self._outstanding.get(group)
             due = outstanding[1] if outstanding is not None else self._requeued.get(group)
-            for request_id, drawn_as in named.pop(_name(str(row["id"]), epoch) if row is not None else "", ()):
+            for request_id, drawn_as in named.pop(self._name(str(row["id"]), epoch) if row is not None else "", ()):
                 if due is None or drawn_as < due.draw:
                     found.append(request_id)
         return found
 
+    def _name(self, row_id: str, epoch: int) -> str:
+        """Of a group; its requests begin with it. No two groups have one, whatever their rows are called."""
+        alike = self._epochs > 1 and row_id.rpartition("@")[2].isdigit() and "@" in row_id
+        return f"{row_id}@{epoch}" if epoch or alike else row_id
+
     def _place(self, group: int) -> tuple[int, int]:
-        return divmod(group, self._rows.size) if self._rows.size else (0, group)
+        return _place(group, self._rows.size)
 
     def _index(self, epoch: int, offset: int) -> int:
         if self._seed is None:
@@ -256,15 +262,17 @@ class ReplaySource:
             for name, value in present.items()
             if state[name] != value and not (name == "size" and None in (state[name], value))
         ]
-        cursor, digest = state["cursor"], state["digest"]
+        cursor, digest, size = state["cursor"], state["digest"], state["size"]
         if not wrong and self._rows.digest(int(digest["rows"])) != digest["sha256"]:
             wrong.append(f"one of the first {digest['rows']} rows, or their post-processing, is another")
+        if not wrong and size is not None and self._rows.size is None and self._rows.row(size) is not None:
+            wrong.append(f"size: {size} in the snapshot, more rows here")
         if wrong:
             raise FingerprintMismatch(
                 f"the snapshot belongs to another data set: {'; '.join(wrong)}",
                 hint="use the data and the settings that the store was made with, or give this job its own store",
             )
-        epoch, offset = self._place(int(cursor["group_frontier"]))
+        epoch, offset = _place(int(cursor["group_frontier"]), size)  # as it was known then
         if (cursor["epoch"], cursor["offset"], cursor["sample_frontier"]) != (
             epoch,
             offset,
@@ -275,6 +283,6 @@ class ReplaySource:
             raise FingerprintMismatch(f"rollout {rollout} is older than {state['saved']}, up to which all is forgotten")
 
 
-def _name(row_id: str, epoch: int) -> str:
-    """Of a group; its requests begin with it."""
-    return f"{row_id}@{epoch}" if epoch else row_id
+def _place(group: int, size: int | None) -> tuple[int, int]:
+    """Its epoch and offset there, among so many rows; all in one epoch while their number is not known."""
+    return divmod(group, size) if size else (0, group)

@@ -79,11 +79,11 @@ class FullyAsyncRollout:
         prefixes: Prefixes = NO_PREFIXES,
         on_version: Callable[[PolicyVersion], None] = lambda version: None,
     ) -> None:
-        check_engines(engines, generate)
-        self._placement = Placement([pinned(engine) for engine in engines])
+        self._engines = list(engines)
+        check_engines(self._engines, generate)
+        self._placement = Placement([pinned(engine) for engine in self._engines])
         check_rollout(config, batch_groups)
         self._source = source
-        self._engines = list(engines)
         self._clock = clock
         self._entropy = entropy
         self._prefixes = prefixes

@@ -7,7 +7,8 @@ Invariants:
 1. Row i is the same row in every process as long as its digest is.
 2. An id comes once; a row without one, or with one that came before, is an InputError that names the line.
 3. (A43) A digest is over the rows after post-processing, in order, so that a changed template is a changed row.
-4. A file is read once; what is kept of it is its rows' places and digests.
+4. A file is read once for its rows' places and digests; a row that is read again is the same, or an InputError.
+5. A row that could not be taken is the next one still: nothing is skipped, and an iterable that failed has not ended.
 """
 
 from __future__ import annotations
@@ -48,12 +49,16 @@ class _Checked:
         if str(name) in self._ids:
             raise InputError(f"{what}: the id {name!r} came before", hint="give every row an id of its own")
         try:
-            digest = sha256_hex(self._digests[-1].encode() + canonical_json(made))
+            digest = self._digest(len(self._digests) - 1, made)
         except (TypeError, ValueError) as error:
             raise InputError(f"{what} ({name!r}) is not JSON: {error}", hint="let rows hold JSON values") from error
         self._ids.add(str(name))
         self._digests.append(digest)
         return made
+
+    def _digest(self, index: int, made: Row) -> str:
+        """Of all rows up to this one."""
+        return sha256_hex(self._digests[index].encode() + canonical_json(made))
 
 
 class IterableRows(_Checked):
@@ -62,6 +67,8 @@ class IterableRows(_Checked):
     def __init__(self, rows: Iterable[Row], process: Process | None = None) -> None:
         super().__init__(process)
         self._rest = iter(rows)
+        self._next: list[Row] = []
+        self._broken: Exception | None = None
         self._kept: list[Row] = []
         self.size = len(rows) if isinstance(rows, Sized) else None
 
@@ -78,12 +85,19 @@ class IterableRows(_Checked):
 
     def _read(self, n: int) -> None:
         while len(self._kept) < n:
+            if self._broken is not None:
+                raise self._broken
             try:
-                row = next(self._rest)
+                row = self._next.pop() if self._next else next(self._rest)
             except StopIteration:
                 self.size = len(self._kept)
                 return
+            except Exception as error:
+                self._broken = error
+                raise
+            self._next.append(row)
             self._kept.append(self._take(row, f"row {len(self._kept)}"))
+            self._next.clear()
 
 
 class JsonlRows(_Checked):
@@ -92,7 +106,7 @@ class JsonlRows(_Checked):
     def __init__(self, path: str | os.PathLike[str], process: Process | None = None) -> None:
         super().__init__(process)
         self._path = os.fspath(path)
-        self._places: list[tuple[int, int]] = []
+        self._places: list[tuple[int, int, int]] = []
         try:
             self._file = open(self._path, "rb")  # noqa: SIM115 (closed by close)
         except OSError as error:
@@ -101,16 +115,26 @@ class JsonlRows(_Checked):
         for number, line in enumerate(self._file, 1):
             if line.strip():
                 self._take(self._parsed(line, number), f"{self._path}, line {number}")
-                self._places.append((at, number))
+                self._places.append((at, len(line), number))
             at += len(line)
         self.size = len(self._places)
 
     def row(self, index: int) -> Row | None:
         if index >= len(self._places):
             return None
-        at, number = self._places[index]
-        self._file.seek(at)
-        return dict(self._process(self._parsed(self._file.readline(), number)))
+        at, n, number = self._places[index]
+        line = os.pread(self._file.fileno(), n, at)  # as it is now, not as it was buffered
+        try:
+            made = dict(self._process(self._parsed(line, number)))
+            if self._digest(index, made) == self._digests[index + 1]:
+                return made
+        except (InputError, TypeError, ValueError):
+            pass  # it was a row once, so it is another line now
+        raise InputError(
+            f"{self._path}, line {number} is not what it was when the file was opened",
+            hint="leave the file as it is while a job reads it (a new version is a new file), and let `process` be a "
+            "pure function of the row",
+        )
 
     def digest(self, n: int) -> str:
         """Raises InputError if there are fewer rows."""

@@ -5,11 +5,13 @@ Does not know: engines, when a sample is generated, what lag is allowed (stalene
 
 Invariants:
 1. (A5) An attempt's pristine samples are never handed out: `copies` makes new ones every time.
-2. (A67) A finished sample carries the identity of the sample it was generated for, whatever object came back.
+2. (A67) A finished sample carries the identity of the sample it was generated for, whatever object came back; it is an
+   object of its own, which nobody else's hands reach.
 3. (V1, V7) `loss_mask`, and `logprobs` if there are any, are as long as `token_ids`; spans cover exactly the
    generated tokens, in order.
 4. (V11) A group's version is the oldest of its trainable tokens; without spans it is the version at its admission
    (A53).
+5. Numbers of any library are kept as Python's, so that a finished sample is the same after JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from operator import index
 from typing import Any
 
 from recovery.model import PolicyVersion
@@ -60,18 +63,69 @@ def copies(pristine: Sequence[Sample]) -> list[Sample]:
 def finished(pristine: Sequence[Sample], returned: Any) -> tuple[Sample, ...]:
     """What a generate function returned, as the finished samples of its attempt, identity stamped on.
 
-    Raises MalformedSample: not one Sample for each, or lengths that disagree.
+    Raises MalformedSample: not one Sample for each, one of them twice, no numbers, lengths that disagree.
     """
     if not isinstance(returned, Sequence) or len(returned) != len(pristine):
         n = len(returned) if isinstance(returned, Sequence) else type(returned).__name__
         raise MalformedSample(f"group {pristine[0].row_id!r} has {len(pristine)} samples, and {n} came back")
+    if len({id(sample) for sample in returned}) != len(returned):
+        raise MalformedSample(f"group {pristine[0].row_id!r}: one Sample object came back twice; return one for each")
+    made = []
     for sample, template in zip(returned, pristine, strict=True):
         if not isinstance(sample, Sample):
             raise MalformedSample(f"group {template.row_id!r}: {type(sample).__name__} came back instead of a Sample")
-        sample.row_id, sample.group_index = template.row_id, template.group_index
-        sample.sample_index, sample.request_id = template.sample_index, template.request_id
-        _check(sample)
-    return tuple(returned)
+        stamped = replace(
+            sample,
+            row_id=template.row_id,
+            group_index=template.group_index,
+            sample_index=template.sample_index,
+            request_id=template.request_id,
+        )
+        try:
+            own = apart(_converted(stamped))
+        except (TypeError, ValueError, OverflowError) as error:
+            what = f"sample {template.sample_index} of {template.row_id!r}"
+            raise MalformedSample(f"{what}: a field holds something else than it should: {error}") from error
+        _check(own)
+        made.append(own)
+    return tuple(made)
+
+
+def apart(sample: Sample) -> Sample:
+    """The same sample in lists and dicts of its own: changing one leaves the other as it is."""
+    lists = {name: list(getattr(sample, name)) for name in ("token_ids", "logprobs", "loss_mask", "version_spans")}
+    return replace(sample, row=_apart(sample.row), extra=_apart(sample.extra), **lists)
+
+
+def _apart(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _apart(one) for key, one in value.items()}
+    return [_apart(one) for one in value] if type(value) is list else value
+
+
+def _converted(sample: Sample) -> Sample:
+    """Its numbers as Python's own, its spans as tuples. Raises TypeError or ValueError for what is no such thing."""
+    mask = list(sample.loss_mask)
+    if any(one not in (0, 1) for one in mask):
+        raise ValueError("loss_mask is 0 or 1 for each token")
+    reward = sample.reward
+    return replace(
+        sample,
+        token_ids=[int(index(token)) for token in sample.token_ids],
+        logprobs=[float(one) for one in sample.logprobs],
+        loss_mask=[int(one) for one in mask],
+        version_spans=[
+            (int(index(start)), int(index(end)), _lineage(lineage), int(index(number)))
+            for start, end, lineage, number in sample.version_spans
+        ],
+        reward=reward if reward is None or type(reward) is int else float(reward),
+    )
+
+
+def _lineage(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"the lineage {value!r} of a version span is no string")
+    return str(value)
 
 
 def _check(sample: Sample) -> None:

@@ -6,7 +6,7 @@ Does not know: when a snapshot is taken, the store, prefixes (the ledger has the
 Invariants (numbers are those of docs/admission.md):
 1. One step: everything is of one moment, at which admission and lease issue were closed (A15).
 2. Every group before the cursor is in the replay set, or acknowledged with its rollout; a finished one has its samples
-   too (M34) if they are JSON, and is generated again if they are not.
+   too (M34) if they are JSON, and is generated again if they are not, which is told once.
 3. A trainer at rollout R may take it up if the rollouts up to R are settled in it, and none above R is forgotten; and
    if its checkpoint is of the line that led to this state, not of a branch that the trainer went back from.
 4. What is taken up is checked whole before anything is replaced.
@@ -18,6 +18,7 @@ Invariants (numbers are those of docs/admission.md):
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,7 @@ class RolloutState:
         self._own = ownership
         self._source = source
         self.taken_up = False
+        self._told = False
         self._finished: dict[tuple[int, int], tuple[PolicyVersion | None, tuple[Sample, ...]]] = {}
 
     # ---- out ---------------------------------------------------------------------------------------------------
@@ -52,9 +54,10 @@ class RolloutState:
         groups: dict[str, bytes] = {}
         for record in self._own.attempts:
             if record.phase in _FINISHED and record.samples:
-                group = _group(record)
-                if group is not None:
-                    groups[f"group-{record.attempt.group_index}"] = group
+                try:
+                    groups[f"group-{record.attempt.group_index}"] = _group(record)
+                except (TypeError, ValueError) as error:
+                    self._tell(record, error)  # invariant 2
         state = {
             "schema": SCHEMA,
             "source": self._source.to_json(),
@@ -63,6 +66,15 @@ class RolloutState:
             "finished": sorted(int(name.removeprefix("group-")) for name in groups),
         }
         return {NAME: canonical_json(state), **groups}
+
+    def _tell(self, record: Record, error: Exception) -> None:
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"no snapshot keeps the finished group {record.attempt.reservation_id!r}, nor others like it: {error}; "
+                "after a restart they are generated again (let row, extra, text and a finite reward be JSON)",
+                stacklevel=2,
+            )
 
     # ---- in ----------------------------------------------------------------------------------------------------
 
@@ -175,12 +187,10 @@ def _check_line(versions: PolicyVersions, rollout: int, version: PolicyVersion |
         )
 
 
-def _group(record: Record) -> bytes | None:
+def _group(record: Record) -> bytes:
+    """Raises TypeError or ValueError for samples that are not JSON."""
     version = record.version
-    try:
-        samples = [to_json(sample) for sample in record.samples]
-    except (TypeError, ValueError):
-        return None  # invariant 2: not JSON, so it is generated again
+    samples = [to_json(sample) for sample in record.samples]
     return canonical_json(
         {
             "draw": record.attempt.draw,
