@@ -148,7 +148,7 @@ class RolloutConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_pristine_requeues: Annotated[Whole, Meta(description="Requeues before escalate_to applies.")] = 3
     escalate_to: Annotated[Policy, Meta(description="The policy after that many requeues.")] = "wait_not_drop"
     async_buffer_max_groups: Annotated[
-        Positive | None, Meta(description="Finished groups kept before the stalest is evicted; null: all.")
+        Positive | None, Meta(description="Finished groups kept before the oldest is drawn again; null: all.")
     ] = None
 
 

@@ -98,6 +98,29 @@ def test_no_schedule_loses_doubles_or_trains_too_old() -> None:
             raise
 
 
+@pytest.mark.parametrize("on_stale", ["reject", "requeue_pristine"])
+def test_a11_what_a_cap_evicts_is_given_up_only_for_its_age(on_stale: str) -> None:
+    """No limit: nothing is ever too old, so all are trained once, however often they were evicted."""
+
+    async def main() -> None:
+        options = {"max_executing_groups": 4, "completed_prefetch_groups": 8, "async_buffer_max_groups": 1}
+        one = rollout(12, on_stale=on_stale, **options)
+        one.start()
+        trained: list[int] = []
+        while not isinstance(got := await one.next_batch(), Exhausted):
+            assert isinstance(got, Lease)
+            one.commit(got)
+            trained += groups(got)
+            await asyncio.sleep(2.5)
+        assert sorted(trained) == list(range(12))
+        found = one.metrics()
+        assert found["rollout/fully_async/evicted_overflow_groups"] > 0
+        assert found["rollout/fully_async/evicted_stale_groups"] == 0
+        await one.close()
+
+    virtual_loop.run(main())
+
+
 @pytest.mark.parametrize("capacity", [1, 3])
 def test_without_a_limit_and_a_hold_it_is_a_queue(capacity: int) -> None:
     """A55: the same order and size as asyncio.Queue fed by the same workers."""

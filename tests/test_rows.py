@@ -88,7 +88,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     file = JsonlRows(path)
     for text in (
         [*lines[:2], lines[2].replace("x", "y"), lines[3]],
-        [lines[0][:-1] + " }", *lines[1:]],
+        [lines[0].replace("x", "xyz"), *lines[1:]],
         [],
         lines[::-1],
     ):

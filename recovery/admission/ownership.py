@@ -299,7 +299,7 @@ class Ownership:
         for entry, stale in victims:
             self.metrics.add("evicted_stale_groups" if stale else "evicted_overflow_groups")
             try:
-                if self.staleness.policy == "reject":
+                if stale and self.staleness.policy == "reject":
                     self._discard(entry.record)
                 else:
                     self._roll_back([entry.record], Why.STALE if stale else Why.OTHER)

@@ -93,8 +93,15 @@ def finished(pristine: Sequence[Sample], returned: Any) -> tuple[Sample, ...]:
 
 def apart(sample: Sample) -> Sample:
     """The same sample in lists and dicts of its own: changing one leaves the other as it is."""
-    lists = {name: list(getattr(sample, name)) for name in ("token_ids", "logprobs", "loss_mask", "version_spans")}
-    return replace(sample, row=_apart(sample.row), extra=_apart(sample.extra), **lists)
+    return replace(
+        sample,
+        row=_apart(sample.row),
+        extra=_apart(sample.extra),
+        token_ids=list(sample.token_ids),
+        logprobs=list(sample.logprobs),
+        loss_mask=list(sample.loss_mask),
+        version_spans=list(sample.version_spans),
+    )
 
 
 def _apart(value: Any) -> Any:
