@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 from prefix_recovery.interrupted import Comparison, compare, read_rows
 from prefix_recovery.processes import Identity
 from recovery.errors import ObjectMissing
-from recovery.model import Chunk, Ended, Record
+from recovery.model import Chunk, Ended, Opened, Record
 from recovery.ports import ObjectStore
 from storage_backends.arrow_segments import ArrowSegmentCodec
 from tests.engine_runs import prompts as token_prompts
@@ -83,11 +84,23 @@ def assert_whole(rows: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[
     assert found.largest_logprob_gap <= 2e-5
 
 
-def saved_in_mid_decode(store: ObjectStore) -> int:
-    """How many calls have tokens in the segments of a store, published or not, and no end.
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the segments of a store hold, published or not: tokens by name of the call, and the names of those that end.
 
     That a segment is there says less: a cut may come before any token, and what a flush carried may have ended.
     """
+
+    tokens: Mapping[str, int]
+    ended: frozenset[str]
+
+    @property
+    def in_mid_decode(self) -> set[str]:
+        return {name for name, n_tokens in self.tokens.items() if n_tokens} - self.ended
+
+
+def saved_in(store: ObjectStore) -> Saved:
+    """Reads every segment, with nothing of a ledger."""
     codec = ArrowSegmentCodec()
     records: list[Record] = []
     for item in store.list("seg/"):
@@ -96,8 +109,14 @@ def saved_in_mid_decode(store: ObjectStore) -> int:
         except ObjectMissing:  # collected since it was listed: what it holds is elsewhere
             continue
         records += codec.decode(data, codec.describe(item.key, data))
+    names = {record.call_id: record.request.rollout for record in records if isinstance(record, Opened)}
+    tokens: dict[str, int] = dict.fromkeys(names.values(), 0)
+    for record in records:
+        if isinstance(record, Chunk) and record.call_id in names:
+            name = names[record.call_id]
+            tokens[name] = max(tokens[name], record.start + len(record.token_ids))
     ended = {record.call_id for record in records if isinstance(record, Ended)}
-    return len({record.call_id for record in records if isinstance(record, Chunk)} - ended)
+    return Saved(tokens, frozenset(name for call_id, name in names.items() if call_id in ended))
 
 
 def lock_of(folder: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from prefix_recovery.interrupted import RunFigures
 from prefix_recovery.processes import Identity, descendants
 from prefix_recovery.tally import read_tally
 from storage_backends import open_store
-from tests.job_files import saved_in_mid_decode
+from tests.job_files import Saved, saved_in
 
 COMMAND = ("-m", "prefix_recovery")
 _DEADLINE_S = 240.0
@@ -113,6 +113,7 @@ class JobProcess:
         os.kill(self.engine_core().pid, signal.SIGSTOP)
 
     def decode_again(self) -> None:
+        """Wake it."""
         os.kill(self.engine_core().pid, signal.SIGCONT)
 
     def signal_group(self, number: signal.Signals) -> None:
@@ -140,17 +141,41 @@ class JobProcess:
         return RunFigures(self.process.wait(), self.killed, time.monotonic() - self.began, self.counts())
 
 
-def stop_with_something_saved(job: JobProcess, url: str, **options: object) -> None:
-    """Stop its engine, and wait until its store has tokens of a call that has not ended: its next cut puts them there.
+def something(saved: Saved, counts: npt.NDArray[np.int64]) -> bool:
+    """There are tokens of a call that has not ended: a run after a kill has something to resume."""
+    return bool(saved.in_mid_decode)
 
-    From a kill after this there is something to resume, however slow the disk or this process is.
+
+def kill_at_rest(
+    job: JobProcess, holds: Callable[[Saved, npt.NDArray[np.int64]], bool], what: str, url: str, **options: object
+) -> Saved:
+    """Stop its engine for good, and kill the job in a moment at which it stands still and `holds` of its store and of
+    its counts. Gives what is in the store then.
+
+    However slow a disk or this process is, nothing has changed between the look and the kill.
     """
     job.stop_decoding()
     store = open_store(url, **options)
+    found: list[Saved] = []
+
+    def stands() -> bool:
+        os.kill(job.process.pid, signal.SIGSTOP)
+        state = os.waitid(os.P_PID, job.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert state is not None and state.si_code == os.CLD_STOPPED, f"it ended by itself:\n{job.text[-4000:]}"
+        counts = job.counts()
+        assert counts is not None
+        found[:] = [saved_in(store)]
+        if holds(found[0], counts):
+            return True
+        os.kill(job.process.pid, signal.SIGCONT)
+        return False
+
     try:
-        wait_until(lambda: saved_in_mid_decode(store) > 0, "tokens of an unfinished call in the store")
+        wait_until(stands, what)
     except TimeoutError as error:
-        raise TimeoutError(f"{error}\n{job.text[-4000:]}") from None
+        raise AssertionError(f"{error}:\n{job.text[-4000:]}") from None
+    job.kill_group()
+    return found[0]
 
 
 @contextmanager

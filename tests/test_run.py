@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,13 +28,13 @@ from recovery.log_reading import find_tail, walk_back
 from storage_backends import open_store
 from tests.conftest import OnLoop
 from tests.engine_runs import read_back
-from tests.job_files import assert_whole, lines, noted_children, rows_of, saved_in_mid_decode, write_job, write_lines
+from tests.job_files import Saved, assert_whole, lines, noted_children, rows_of, saved_in, write_job, write_lines
 from tests.job_here import reference_rows, run_here
-from tests.job_processes import JobProcess, run, running, stop_with_something_saved, wait_until
+from tests.job_processes import JobProcess, kill_at_rest, run, running, wait_until
 
 DOCS = Path(__file__).parent.parent / "docs"
 BOUND = 128
-"""Tokens per flush where what a kill costs is asserted: more than the tiny model decodes while a segment is stored."""
+"""Tokens per flush where what a kill costs is asserted."""
 
 Reference = Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]]
 
@@ -54,7 +56,7 @@ def assert_scraped(job: JobProcess, rows: Sequence[Mapping[str, Any]]) -> None:
     """What docs/metrics.md lists of a process and of a job is served while a continued job decodes."""
     (url,) = re.findall(r"metrics at (http://127\.0\.0\.1:\d+/metrics)", job.text)
     scraped = {
-        family.name: family for family in text_string_to_metric_families(urlopen(url, timeout=60).read().decode())
+        family.name: family for family in text_string_to_metric_families(urlopen(url, timeout=240).read().decode())
     }
     listed = set(re.findall(r"^\| `(prefix_recovery_\w+)`", (DOCS / "metrics.md").read_text(), re.MULTILINE))
     missing = {name for name in listed if "_rollout_" not in name and name.removesuffix("_total") not in scraped}
@@ -65,11 +67,24 @@ def assert_scraped(job: JobProcess, rows: Sequence[Mapping[str, Any]]) -> None:
     assert value["prefix_recovery_results_wanted"] == len(rows) > value["prefix_recovery_results"]
 
 
-def assert_cost(figures: JobFigures) -> None:
-    """At each kill no call had more than one flush of tokens that were generated twice."""
-    for number, twice in enumerate(figures.twice_after_kills()):
-        assert (twice >= 0).all(), f"kill {number}: the store has tokens that nobody generated: {twice}"
-        assert twice.max() <= BOUND, f"kill {number}: {twice}"
+FLUSHED = 3 * BOUND // 4
+"""A call that has so many tokens more than are stored, or fewer, makes a flush begin."""
+
+
+def held(saved: Saved, rows: Sequence[Mapping[str, Any]], samples: int = 1) -> npt.NDArray[np.int64]:
+    """Tokens of each sample that are in the store."""
+    names = [f"{row['id']}#{index}" for row in rows for index in range(samples)]
+    return np.array([saved.tokens.get(name, 0) for name in names])
+
+
+def flushed(rows: Sequence[Mapping[str, Any]], samples: int = 1) -> Callable[[Saved, npt.NDArray[np.int64]], bool]:
+    """Whether no call has more than a flush of tokens that are not in the store, and an unfinished one has some."""
+
+    def holds(saved: Saved, counts: npt.NDArray[np.int64]) -> bool:
+        lost = (counts[0] + counts[1] - held(saved, rows, samples)) * (counts[2] == 0)
+        return bool(saved.in_mid_decode) and lost.max() <= FLUSHED
+
+    return holds
 
 
 # ---- kills ---------------------------------------------------------------------------------------------------------
@@ -80,19 +95,20 @@ def test_w2_w3_killed_again_and_again(
 ) -> None:
     """W2, W3, W4: three SIGKILLs of the whole group at random token counts, then to the end.
 
-    Finished, half finished, queued and never sent: no prompt is lost, doubled or different; each kill costs a call at
-    most one flush; the mean length is the reference's.
+    Finished, half finished, queued and never sent: no prompt is lost, doubled or different; the mean length is the
+    reference's. A kill costs what was not in the store, to the token, and nothing else.
 
     Two of the three kills come wherever they were drawn, also before anything was stored: a flush begins when one of
-    the eight calls that decode has BOUND / 2 tokens, which may be after 8 * 64 = 512. The third, drawn too, waits, with
-    its engine stopped, until the store has tokens of a call that has not ended: the next cut, a second later at most,
-    takes what was decoded. So every draw has something to resume. No run ends before its kill, and each has unfinished
-    calls with tokens at it: it comes when at most 1/4, 1/3 and 1/2 of what was left is decoded.
+    the eight calls that decode has BOUND / 2 tokens, which may be after 8 * 64 = 512; and how much is decoded while it
+    is stored depends on the machine. The third, drawn too, waits with its engine stopped until the store has all but
+    a flush of each call, and tokens of one that has not ended; so every draw has something to resume. No run ends
+    before its kill, and each has unfinished calls with tokens at it: it comes when at most 1/4, 1/3 and 1/2 of what was
+    left is decoded.
     """
     rows = lines(12, least=200, step=20)
     config = write_job(quick_path, tiny_model, rows, flush=BOUND)
     total = sum(row["sampling"]["max_tokens"] for row in rows)
-    figures = JobFigures()
+    figures, stored, path = JobFigures(), [], str(quick_path / "store")
     done, waits = 0, rng.randrange(3)
     for number in range(3):
         most = max(2, (total - done) // (4 - number))
@@ -100,8 +116,10 @@ def test_w2_w3_killed_again_and_again(
         with running(config, f"run-{number}") as job:
             job.after(at)
             if number == waits:
-                stop_with_something_saved(job, str(quick_path / "store"))
-            job.kill_group()
+                kill_at_rest(job, flushed(rows), "all but a flush in the store", path)
+            else:
+                job.kill_group()
+            stored.append(held(saved_in(open_store(path)), rows))
             figures.runs.append(job.figures())
         counts = figures.counted[-1]
         done = int(counts[0].sum() + counts[1].sum())
@@ -110,7 +128,13 @@ def test_w2_w3_killed_again_and_again(
     assert last.wait() == 0, last.text
     figures.runs.append(last.figures())
     assert len(figures.counted) == 4
-    assert_cost(figures)
+    for number, (after, kept, twice) in enumerate(
+        zip(figures.counted[1:], stored, figures.twice_after_kills(), strict=True)
+    ):
+        print(f"kill {number}: at most {twice.max()} tokens of a call twice")
+        unfinished = after[2] == 0
+        assert (after[0][unfinished] == kept[unfinished]).all() and (twice >= 0).all()
+        assert number != waits or twice.max() <= FLUSHED
     found, wanted = rows_of(quick_path), reference(rows)
     assert_whole(found, wanted)
     assert sum(len(row["token_ids"]) for row in found) == total
@@ -136,8 +160,7 @@ def test_w9_adoption_alone_with_shuffled_siblings(
     total = 4 * sum(row["sampling"]["max_tokens"] for row in rows)
     with running(config, "run-0") as job:
         job.after(rng.randint(total // 3, 2 * total // 3))
-        wait_until(lambda: any((config.parent / "store" / "seg").rglob("*.arrow")), "a segment")
-        job.kill_group()
+        kill_at_rest(job, flushed(rows, 4), "all but a flush in the store", str(quick_path / "store"))
         before = job.counts()
     assert causes(quick_path / "store") == ["adoption"]
     (quick_path / "results.jsonl").unlink()
@@ -150,7 +173,7 @@ def test_w9_adoption_alone_with_shuffled_siblings(
     assert before is not None and after is not None
     places = [4 * order.index(number) + index for number in range(4) for index in range(4)]
     twice = before[0] + before[1] - after[0][places]
-    assert (twice >= 0).all() and twice.max() <= BOUND, twice
+    assert (twice >= 0).all() and twice.max() <= FLUSHED, twice
     assert after[0].sum() > 0
     assert_whole(rows_of(quick_path), reference(rows, 4))  # type: ignore[call-arg]
 
@@ -261,7 +284,7 @@ def test_w1_w5_a_store_that_hangs_while_the_job_is_stopped(
     with running(config, "hangs", program=("-c", HANGING)) as job:
         job.after(300)
         store = open_store(str(tmp_path / "store"))
-        wait_until(lambda: saved_in_mid_decode(store) > 0, "the first segment")
+        wait_until(lambda: saved_in(store).in_mid_decode != set(), "the first segment")
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 1, job.text
         assert "the last snapshot was not published" in job.text

@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import OnLoop
 from tests.engine_runs import ask
 from tests.job_files import FLUSH, assert_whole, lines, rows_of, write_job
-from tests.job_processes import running, stop_with_something_saved
+from tests.job_processes import kill_at_rest, running, something
 from vllm_hooks import surface
 
 ROOT = Path(__file__).parents[1]
@@ -89,8 +89,7 @@ def test_w15_a_job_is_killed_and_continued(
     python = installed / "bin" / "python"
     with running(config, "first", program=COMMAND, python=python, cwd=tmp_path) as job:
         job.after(rng.randint(8 * FLUSH, 1000))
-        stop_with_something_saved(job, str(tmp_path / "store"))
-        job.kill_group()
+        kill_at_rest(job, something, "tokens of an unfinished call in the store", str(tmp_path / "store"))
     again = in_venv("prefix-recovery", "run", "job.yaml")
     assert again.returncode == 0, again.stderr
     assert "continuing from snapshot" in again.stderr
