@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 from recovery.asking import Asked, Faults
 from recovery.blobs import packed, unpacked
-from recovery.errors import InputError, ParticipantFailed, ProgramError, SnapshotAbandoned
+from recovery.errors import InputError, ParticipantFailed, ProgramError, RecoveryError, SnapshotAbandoned
 from recovery.membership import State
 from recovery.ports import Clock, LoopParticipant, Participant
 
@@ -178,3 +178,8 @@ class Participants:
     def release(self) -> None:
         for one in self._all:
             one.release()
+
+    def stopped(self, error: RecoveryError) -> None:
+        """This process must not go on."""
+        for one in self._all:
+            one.stopped(error)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from recovery.errors import RecoveryError
 from recovery.ledger_columns import LedgerRows, Names
 from recovery.model import Array, Record, SegmentInfo
 from recovery.records import Records
@@ -165,6 +166,9 @@ class LoopParticipant(Protocol):
 
     def release(self) -> None:
         """Harmless if not held."""
+
+    def stopped(self, error: RecoveryError) -> None:
+        """This process must not go on, and why: no snapshot comes any more."""
 
 
 class Clock(Protocol):

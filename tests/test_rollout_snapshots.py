@@ -21,7 +21,7 @@ import msgspec
 import pytest
 
 from recovery.admission.holds import HoldKind
-from recovery.admission.participant import NotTakenUp
+from recovery.admission.participant import NotCovered, NotTakenUp
 from recovery.admission.prefixes import Prefix
 from recovery.admission.preparation import LeasesOpen, TrainerUnresolved
 from recovery.admission.replay import NotOutstanding, ReplaySource
@@ -491,6 +491,21 @@ async def test_a39_a40_a_checkpoint_waits_for_a_snapshot_without_leases_or_open_
     await one.close()
 
 
+@on_virtual_time
+async def test_a_checkpoint_is_of_a_batch_that_was_committed() -> None:
+    """Also where there are no snapshots: a number that is too high would refuse every batch up to it."""
+    one = rollout(3)
+    one.start()
+    for _ in range(3):
+        lease = await batch_of(one)
+        for wrong in (lease.rollout, lease.rollout + 99):
+            with pytest.raises(NotCovered, match="was not committed"):
+                one.checkpoint_saved(wrong)
+        one.commit(lease)
+        one.checkpoint_saved(lease.rollout)
+    await one.close()
+
+
 # ---- participants -----------------------------------------------------------------------------------------------
 
 
@@ -519,6 +534,9 @@ class Part:
 
     def release(self) -> None:
         self.events.append("release")
+
+    def stopped(self, error: RecoveryError) -> None:
+        self.events.append(str(error))
 
 
 def test_a_state_is_carried_until_its_owner_is_there() -> None:

@@ -21,7 +21,7 @@ from recovery.calls import LiveCall
 from recovery.compactor import Compactor
 from recovery.config import CheckpointingConfig, effective_mode
 from recovery.coordinator import Attempt, Coordinator, InOneThread
-from recovery.errors import Fenced, InputError
+from recovery.errors import Fenced, InputError, RecoveryError
 from recovery.lineage import lineage_of
 from recovery.model import CallId, Request
 from recovery.participants import Participants
@@ -239,6 +239,11 @@ class RecoverySession(Capturing):
             self.on_attempt(attempt)
         if attempt.verdict is Verdict.FENCED and isinstance(attempt.error, Fenced):
             self.fail(attempt.error)
+
+    def _fail_on_loop(self, error: RecoveryError) -> None:
+        super()._fail_on_loop(error)
+        if self.capturing:
+            self.participants.stopped(error)
 
     def want_snapshot(self, cause: str = "request") -> None:
         """Ask for a snapshot soon; returns at once, from any thread.

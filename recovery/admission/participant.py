@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from recovery.admission.preparation import NotPrepared, Waits, covers, prepare
 from recovery.admission.state import NAME
-from recovery.errors import SnapshotAbandoned
+from recovery.errors import RecoveryError, SnapshotAbandoned
 from recovery.model import PolicyVersion
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class RolloutParticipant:
         self._taken_strictly = False
         self.waits = Waits()
         self.attached = False
+        self._stopped: RecoveryError | None = None
         self.covered = 0
         """The highest rollout that a published snapshot covers."""
         self.prepared = 0
@@ -102,8 +103,17 @@ class RolloutParticipant:
     def release(self) -> None:
         self._rollout.updates.release_cut()
 
+    def stopped(self, error: RecoveryError) -> None:
+        self._stopped = error
+        self._rollout.changes.tell()
+
     def check_covers(self, rollout: int) -> None:
-        """Raise NotCovered unless a restart at that rollout would find its snapshot, and its batch was settled."""
+        """Raise NotCovered unless a restart at that rollout would find its snapshot, and its batch was settled.
+
+        Raises what stopped this process, if it was: whether the checkpoint counts is for its successor to say.
+        """
+        if self._stopped is not None:
+            raise self._stopped
         known = covers(self._rollout.ownership)
         if rollout > known:
             raise NotCovered(

@@ -206,7 +206,8 @@ class FullyAsyncRollout:
     def checkpoint_saved(self, rollout: int) -> None:
         """The trainer's checkpoint after that rollout is durable: what it was trained on never comes again.
 
-        Raises NotCovered if no snapshot that covers it was published before (where snapshots are taken).
+        Raises NotCovered if its batch was not committed, or no snapshot that covers it was published before (where
+        snapshots are taken); and what stopped this process: a newer one that owns the store, say.
         """
         self._check_loop("checkpoint_saved")
         self.participant.check_covers(rollout)
