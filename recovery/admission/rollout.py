@@ -16,6 +16,7 @@ Invariants (numbers are those of docs/admission.md):
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -117,7 +118,7 @@ class FullyAsyncRollout:
             settled=self._forget,
         )
         self.changes = Changes()
-        self.state = RolloutState(self.ownership, source)
+        self.state = RolloutState(self.ownership, source, warnings.warn)
         self.updates = WeightUpdates(self)
         self._admissions: list[TrainerAdmission] = []
         self.participant = RolloutParticipant(self)

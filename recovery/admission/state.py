@@ -18,8 +18,7 @@ Invariants (numbers are those of docs/admission.md):
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from recovery.admission.attempts import Phase, Record
@@ -40,8 +39,9 @@ _FINISHED = (Phase.PUBLISHED, Phase.LEASED, Phase.RETAINED)
 class RolloutState:
     """Encodes and takes up the state of one rollout."""
 
-    def __init__(self, ownership: Ownership, source: ReplaySource) -> None:
+    def __init__(self, ownership: Ownership, source: ReplaySource, warn: Callable[[str], None]) -> None:
         self._own = ownership
+        self._warn = warn
         self._source = source
         self.taken_up = False
         self._told = False
@@ -70,10 +70,9 @@ class RolloutState:
     def _tell(self, record: Record, error: Exception) -> None:
         if not self._told:
             self._told = True
-            warnings.warn(
+            self._warn(
                 f"no snapshot keeps the finished group {record.attempt.reservation_id!r}, nor others like it: {error}; "
-                "after a restart they are generated again (let row, extra, text and a finite reward be JSON)",
-                stacklevel=2,
+                "after a restart they are generated again (let row, extra, text and a finite reward be JSON)"
             )
 
     # ---- in ----------------------------------------------------------------------------------------------------
