@@ -12,12 +12,14 @@ import pytest
 
 from recovery.admission.exclusion import Work
 from recovery.admission.holds import HoldKind, Lifecycle
-from recovery.admission.limits import CannotClose, Exhausted, TerminalPending
+from recovery.admission.limits import CannotClose, Exhausted, TerminalPending, VersionNotServed
 from recovery.admission.preparation import LeasesOpen, TrainerUnresolved
 from recovery.admission.replay import ReplaySource
 from recovery.admission.rows import IterableRows
 from recovery.admission.samples import Sample
 from recovery.admission.trainer import Acknowledgement, Outcome
+from recovery.admission.training import train_all
+from recovery.admission.unserved import DRAWS_MAX
 from recovery.errors import Fenced, ProgramError, SnapshotAbandoned
 from recovery.model import PolicyVersion
 from tests.admission_doubles import SourceDown
@@ -456,4 +458,100 @@ async def test_a40_m18_a_commit_that_the_source_refused_once_keeps_no_checkpoint
         one.commit(got)  # type: ignore[arg-type]
         seen += groups(got)  # type: ignore[arg-type]
     assert sorted(seen) == [0, 1, 2]
+    await one.close()
+
+
+# ---- versions that nobody serves --------------------------------------------------------------------------------
+
+
+class Reports(Engine):
+    """Says for every token that it was sampled under one version, whatever is served."""
+
+    def __init__(self, lineage: str, number: int) -> None:
+        super().__init__(1.0)
+        self.says = (lineage, number)
+
+    async def generate(self, sample: Sample) -> Sample:
+        made = await super().generate(sample)
+        made.version_spans = [(0, 1, *self.says)]
+        return made
+
+
+@pytest.mark.parametrize("policy", ["requeue_pristine", "reject"])
+@pytest.mark.parametrize("cap", [None, 1])
+def test_a57_an_engine_that_names_another_lineage_is_not_asked_for_ever(policy: str, cap: int | None) -> None:
+    engine = Reports("policy", 0)
+
+    @on_virtual_time
+    async def main() -> None:
+        one = rollout(30, engines=[engine], max_policy_version_lag=1, on_stale=policy, async_buffer_max_groups=cap)
+        one.start()
+        with pytest.raises(VersionNotServed, match=r"reports the version \(policy, 0\), and \(a, 0\) is served"):
+            await one.next_batch()
+        assert len(engine.ran) <= 4 * DRAWS_MAX + 2, "each of the four slots"
+        await one.close()
+
+    main()
+
+
+def test_a57_an_engine_that_stays_behind_is_told_from_a_group_that_updates_overtook() -> None:
+    behind = Reports("a", 0)
+
+    @on_virtual_time
+    async def main() -> None:
+        one = rollout(30, engines=[behind], max_policy_version_lag=0, max_pristine_requeues=0)
+        one.start()
+        for _ in range(DRAWS_MAX + 2):  # overtaken while it is drawn, again and again
+            await asyncio.sleep(0.5)
+            one.ownership.versions.current = PolicyVersion("a", one.version.number + 1)
+            await asyncio.sleep(0.5)
+            behind.says = ("a", one.version.number - 1)
+            await one.next_batch(timeout_s=0.1)
+        assert one.ownership.failure is None
+        with pytest.raises(VersionNotServed, match="8 times"):
+            await one.next_batch()
+        await one.close()
+
+    main()
+
+
+@on_virtual_time
+async def test_a_version_without_a_lag_is_no_number_in_the_buffers_staleness() -> None:
+    one = rollout(2, batch=2, engines=[Reports("policy", 3)])
+    one.start()
+    await asyncio.sleep(5)
+    found = one.metrics()
+    assert found["rollout/fully_async/buffer_max_staleness"] == 0 == found["rollout/fully_async/buffer_avg_staleness"]
+    one.commit(await batch_of(one))
+    assert one.metrics()["fully_async/version_lag/count_unknown"] == 2
+    await one.close()
+
+
+@on_virtual_time
+async def test_a42_a_trainer_that_waits_for_a_snapshot_says_so_and_why() -> None:
+    class Trainer:
+        saved: list[int] = []  # noqa: RUF012
+
+        async def train(self, batch: Any) -> None: ...
+
+        async def push(self, version: PolicyVersion) -> None: ...
+
+        async def save(self, number: int, version: PolicyVersion) -> None:
+            self.saved.append(number)
+
+    one = rollout(1)
+    one.participant.attach({})
+    one.start()
+    trainer, lines = Trainer(), []
+    work = asyncio.ensure_future(
+        train_all(one, trainer, want_snapshot=lambda cause: None, troubles=lambda: ["disk is full"], told=lines.append)
+    )
+    await asyncio.sleep(200)
+    assert len(lines) == 3 and "rollout 1 waits for a snapshot for 120 s: disk is full" in lines[1]
+    assert not trainer.saved
+    one.participant.hold("interval")
+    one.participant.states()
+    one.participant.resume(True)
+    one.participant.release()
+    assert await work == 1 and trainer.saved == [1]
     await one.close()

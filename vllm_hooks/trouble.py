@@ -33,6 +33,9 @@ class Trouble:
     waiting: int = 0
     stands: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.kind} cannot be stored ({self.tries} tries): {self.error}"
+
 
 @dataclass(slots=True)
 class RecentAttempts:

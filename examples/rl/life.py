@@ -187,7 +187,14 @@ async def _live(job: Job, llm: Any, checkpoints: Checkpoints, at: Moments) -> di
     at("restored")
     await rollout.updates.update(trainer.push, again=True)
     rollout.start()
-    await train_all(rollout, trainer, want_snapshot=session.want_snapshot, save_every=job.save_every, at=at)
+    await train_all(
+        rollout,
+        trainer,
+        want_snapshot=session.want_snapshot,
+        troubles=lambda: session.troubles,
+        save_every=job.save_every,
+        at=at,
+    )
     metrics = rollout.metrics()
     await session.stop()
     await rollout.close()

@@ -62,3 +62,7 @@ class TerminalPending(Exception):
 
 class CancelledTooOften(Exception):
     """A group's execution ended in a cancellation that nobody asked for, again and again."""
+
+
+class VersionNotServed(Exception):
+    """What engines report is too old as soon as it is drawn, again and again."""

@@ -39,6 +39,7 @@ from recovery.admission.samples import Sample, apart, finished
 from recovery.admission.settlement import Settlement, Source, Why, under
 from recovery.admission.slots import Slots
 from recovery.admission.staleness import Action, Staleness
+from recovery.admission.unserved import Unserved
 from recovery.admission.versions import Ghost, PolicyVersions, State
 from recovery.model import PolicyVersion
 
@@ -74,6 +75,7 @@ class Ownership:
         self.exhausted = False
         self._keep = keep
         self._settled = settled
+        self.unserved = Unserved(versions)
         self.patience = Patience(staleness, self.ages, self.attempts, limits.batch_groups)
 
     # ---- admission ---------------------------------------------------------------------------------------------
@@ -213,6 +215,7 @@ class Ownership:
         receipts = tuple(record.terminal for record in records if record.terminal is not None)
         groups = tuple(tuple(apart(sample) for sample in record.samples) for record in records)
         self.patience.leased()
+        self.unserved.leased(records)
         return self.leases.issue(
             Lease(rollout=rollout, receipts=receipts, groups=groups, version=self.versions.current)
         )
@@ -262,8 +265,8 @@ class Ownership:
                 self._withdraw(record, verdict.action, verdict.reason)
             except Exception as error:
                 errors.append(error)
-        if errors:
-            raise errors[0]
+        if errors or self.failure is not None:
+            raise self.failure or errors[0]
 
     def _withdraw(self, record: Record, action: Action, reason: str) -> None:
         name = record.attempt.reservation_id
@@ -275,10 +278,15 @@ class Ownership:
             self.metrics.add("lineage_mismatches")
         self.metrics.add("stale_groups_filtered")
         self.metrics.add("stale_rejected")
+        self._check_served(record, given_up=action is Action.REJECT)
         if action is Action.REJECT:
             self._discard(record)
         else:
             self._requeue_stale(record)
+
+    def _check_served(self, record: Record, *, given_up: bool) -> None:
+        if error := self.unserved.note(record, self.ages.trained(record), given_up=given_up):
+            self.fail(error)
 
     def _requeue_stale(self, record: Record) -> None:
         n = sum(len(sample.token_ids) for sample in record.samples)
@@ -298,6 +306,8 @@ class Ownership:
         errors: list[Exception] = []
         for entry, stale in victims:
             self.metrics.add("evicted_stale_groups" if stale else "evicted_overflow_groups")
+            if stale:
+                self._check_served(entry.record, given_up=self.staleness.policy == "reject")
             try:
                 if stale and self.staleness.policy == "reject":
                     self._discard(entry.record)

@@ -12,7 +12,8 @@ Invariants (numbers are those of docs/admission.md):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from recovery.admission.leases import Lease
@@ -37,6 +38,10 @@ class Trainer(Protocol):
         """A checkpoint after that rollout, durable and whole when it returns."""
 
 
+def _on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 async def train_all(
     rollout: FullyAsyncRollout,
     trainer: Trainer,
@@ -44,18 +49,26 @@ async def train_all(
     want_snapshot: Callable[[str], None],
     save_every: int = 1,
     snapshot_timeout_s: float = 60.0,
+    troubles: Callable[[], Iterable[object]] = tuple,
+    told: Callable[[str], None] = _on_stderr,
     at: Callable[[str], None] = lambda moment: None,
 ) -> int:
     """Train until the source is exhausted; a checkpoint every `save_every` batches and at the end. Returns its rollout.
 
-    `rollout` is started. A snapshot that was not published in time is asked for again. Raises what the trainer or the
-    rollout raises.
+    `rollout` is started. While no snapshot covers a checkpoint the trainer waits, and `told` gets a line every
+    `snapshot_timeout_s` (by default on stderr), with what `troubles` (session.troubles) says cannot be stored. Raises
+    what the trainer, the rollout or `want_snapshot` raises.
     """
     newest = saved = rollout.ownership.leases.newest
 
     async def save() -> None:
+        tries = 0
         while not await rollout.prepare_checkpoint(newest, want_snapshot, timeout_s=snapshot_timeout_s):
-            pass  # asked again: a snapshot may be given up, for a weight update, say
+            tries += 1
+            why = "; ".join(str(trouble) for trouble in troubles()) or "session.troubles may say why"
+            told(
+                f"the checkpoint of rollout {newest} waits for a snapshot for {tries * snapshot_timeout_s:.0f} s: {why}"
+            )
         at("covered")
         await trainer.save(newest, rollout.version)
         at("saved")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from recovery.admission.ages import NO_LAG
 from recovery.admission.holds import Hold
 from recovery.admission.limits import Waiting
 from recovery.admission.metrics import HOLD_OWNERS, RETAINED_CAUSES
@@ -34,7 +35,8 @@ def explained(waiting: Waiting, utc: float, *, started: bool) -> Waiting:
 
 def metrics(own: Ownership, utc: float) -> dict[str, float]:
     """Every key of metrics.KEYS; counters are since the last call."""
-    lags = [max(own.ages.of(entry.record)[1], default=0) for entry in own.finished]
+    known = ([lag for lag in own.ages.of(entry.record)[1] if lag != NO_LAG] for entry in own.finished)
+    lags = [max(found, default=0) for found in known]  # a group without a lag is counted elsewhere, and is no number
     holds = own.gate.active
     ages = {owner: 0.0 for owner in HOLD_OWNERS}
     for hold in holds:
