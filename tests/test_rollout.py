@@ -769,3 +769,23 @@ async def test_a_rollout_that_is_in_no_snapshot_of_its_store_does_not_start() ->
     one.participant.attach({})
     one.start()
     await one.close()
+
+
+@on_virtual_time
+async def test_a58_the_limit_is_looked_at_when_a_lease_is_issued_and_not_after_that() -> None:
+    """Of two leases that are open over an update the second is trained one update later; a new one is not."""
+    one = rollout(4, max_policy_version_lag=0)
+    one.start()
+    first, second = await batch_of(one), await batch_of(one)
+
+    async def push(target: PolicyVersion) -> None:
+        pass
+
+    one.commit(first)
+    await one.updates.update(push)
+    one.commit(second)
+    assert (second.version.number, one.version.number) == (0, 1)
+    third = await batch_of(one)
+    assert third.version == one.version
+    one.commit(third)
+    await one.close()

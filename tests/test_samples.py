@@ -68,7 +68,8 @@ def test_numbers_of_numpy_are_kept_as_numbers(tokens: list[int], dtype: Any, rew
     ],
 )
 def test_m13_a_field_that_is_no_such_thing_is_refused_with_the_sample(fields: dict[str, Any]) -> None:
-    with pytest.raises(MalformedSample, match="sample 0 of 'r0'"):
+    name = list(fields)[-1]
+    with pytest.raises(MalformedSample, match=f"sample 0 of 'r0': {name} is "):
         finished(pristine(), [made(**fields)])
 
 

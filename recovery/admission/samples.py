@@ -17,7 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from operator import index
@@ -81,11 +81,7 @@ def finished(pristine: Sequence[Sample], returned: Any) -> tuple[Sample, ...]:
             sample_index=template.sample_index,
             request_id=template.request_id,
         )
-        try:
-            own = apart(_converted(stamped))
-        except (TypeError, ValueError, OverflowError) as error:
-            what = f"sample {template.sample_index} of {template.row_id!r}"
-            raise MalformedSample(f"{what}: a field holds something else than it should: {error}") from error
+        own = apart(_converted(stamped))
         _check(own)
         made.append(own)
     return tuple(made)
@@ -111,28 +107,46 @@ def _apart(value: Any) -> Any:
 
 
 def _converted(sample: Sample) -> Sample:
-    """Its numbers as Python's own, its spans as tuples. Raises TypeError or ValueError for what is no such thing."""
-    mask = list(sample.loss_mask)
-    if any(one not in (0, 1) for one in mask):
-        raise ValueError("loss_mask is 0 or 1 for each token")
-    reward = sample.reward
-    return replace(
-        sample,
-        token_ids=[int(index(token)) for token in sample.token_ids],
-        logprobs=[float(one) for one in sample.logprobs],
-        loss_mask=[int(one) for one in mask],
-        version_spans=[
-            (int(index(start)), int(index(end)), _lineage(lineage), int(index(number)))
-            for start, end, lineage, number in sample.version_spans
-        ],
-        reward=reward if reward is None or type(reward) is int else float(reward),
-    )
+    """Its numbers as Python's own, its spans as tuples. Raises MalformedSample for what is no such thing."""
+    made = {}
+    for name, convert in _PLAIN.items():
+        found = getattr(sample, name)
+        try:
+            made[name] = convert(found)
+        except (TypeError, ValueError, OverflowError) as error:
+            what = f"sample {sample.sample_index} of {sample.row_id!r}"
+            raise MalformedSample(f"{what}: {name} is {found!r:.80}, which cannot be kept: {error}") from error
+    return replace(sample, **made)
 
 
-def _lineage(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"the lineage {value!r} of a version span is no string")
-    return str(value)
+def _integer(value: Any) -> int:
+    return int(index(value))
+
+
+def _trained(value: Any) -> int:
+    if value not in (0, 1):
+        raise ValueError("a token is trained on (1) or not (0)")
+    return int(value)
+
+
+def _span(value: Any) -> Span:
+    start, end, lineage, number = value
+    if not isinstance(lineage, str):
+        raise TypeError(f"the lineage {lineage!r} is no string")
+    return _integer(start), _integer(end), str(lineage), _integer(number)
+
+
+def _each(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda values: [convert(value) for value in values]
+
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "token_ids": _each(_integer),
+    "logprobs": _each(float),
+    "loss_mask": _each(_trained),
+    "version_spans": _each(_span),
+    "reward": lambda value: value if value is None or type(value) is int else float(value),
+}
 
 
 def _check(sample: Sample) -> None:
