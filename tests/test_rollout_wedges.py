@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from recovery.admission import state
 from recovery.admission.exclusion import Work
 from recovery.admission.holds import HoldKind, Lifecycle
 from recovery.admission.limits import CannotClose, Exhausted, TerminalPending, VersionNotServed
@@ -555,3 +557,86 @@ async def test_a42_a_trainer_that_waits_for_a_snapshot_says_so_and_why() -> None
     one.participant.release()
     assert await work == 1 and trainer.saved == [1]
     await one.close()
+
+
+# ---- what a snapshot costs, and small things --------------------------------------------------------------------
+
+
+def test_a_finished_group_is_encoded_once_when_it_finishes_and_again_only_when_it_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded: list[str] = []
+    whole = state.to_json
+
+    def noted(sample: Sample) -> dict[str, Any]:
+        encoded.append(sample.request_id)
+        return whole(sample)
+
+    monkeypatch.setattr(state, "to_json", noted)
+
+    class Two(Engine):
+        async def generate(self, sample: Sample) -> Sample:
+            made = await super().generate(sample)
+            made.token_ids, made.version_spans = [1, 2], [(0, 1, "a", 0), (1, 2, "a", 1)]
+            return made
+
+    @on_virtual_time
+    async def main() -> None:
+        one = rollout(4, batch=2, engines=[Two()], max_policy_version_lag=0, on_stale="resume_masked")
+        one.ownership.versions.current = PolicyVersion("a", 1)
+        one.participant.attach({})
+        one.start()
+        await asyncio.sleep(10)
+        assert sorted(encoded) == ["p0/0", "p1/0", "p2/0", "p3/0"], "as each finished"
+        first = one.state.states()
+        assert len(encoded) == 4 and one.state.states() == first
+        lease = await batch_of(one)  # masks what is too old
+        later = one.state.states()
+        assert len(encoded) == 8 and later["group-0"] != first["group-0"]
+        assert json.loads(later["group-0"])["samples"][0]["loss_mask"] == [0, 1]
+        one.commit(lease)
+        assert sorted(one.state.states()) == ["group-2", "group-3", "rollout"]
+        await one.close()
+
+    main()
+
+
+@on_virtual_time
+async def test_v17_a_withheld_sibling_without_versions_is_counted_once() -> None:
+    class Half(Engine):
+        async def generate(self, sample: Sample) -> Sample:
+            made = await super().generate(sample)
+            if sample.sample_index == 0:
+                made.version_spans = [(0, 1, "a", 1)]
+            return made
+
+    one = rollout(
+        4, batch=2, samples=2, engines=[Half()], max_policy_version_lag=0, stale_granularity="sibling",
+        max_executing_groups=1, completed_prefetch_groups=2,
+    )  # fmt: skip
+    one.start()
+    await asyncio.sleep(1.5)
+    one.ownership.versions.current = PolicyVersion("a", 1)  # the other sibling is as old as its admission
+    for _ in range(5):
+        await one.next_batch(timeout_s=0.0)
+    await asyncio.sleep(5)
+    lease = await batch_of(one)
+    assert [sample.loss_mask for sample in lease.groups[0]] == [[1], [0]]
+    assert one.metrics()["rollout/fully_async/samples_withheld"] == 2
+    one.commit(lease)
+    await one.close()
+
+
+@on_virtual_time
+async def test_no_rows_shuffled_and_engines_of_a_generator() -> None:
+    source = ReplaySource(IterableRows([]), samples_per_prompt=1, shuffle_seed=1)
+    one = rollout(source=source, engines=(engine for engine in [Engine()]))
+    one.start()
+    assert isinstance(await one.next_batch(), Exhausted)
+    await one.close()
+
+
+def test_v9_a_first_life_may_have_any_name() -> None:
+    one = rollout(2)
+    one.restore({}, rollout=0, version=3, lineage="a")
+    assert one.version == PolicyVersion("a", 3)

@@ -57,8 +57,10 @@ class Ages:
         """(V17) Siblings that are too old become context, rewards stay. How many; 0: none is left, or not wanted."""
         left = self._left(record)
         stale = [sample for sample in record.samples if all(sample is not one for one in left)] if left else []
+        stale = [sample for sample in stale if any(sample.loss_mask)]  # those that were not withheld before
         for sample in stale:
             sample.loss_mask[:] = [0] * len(sample.loss_mask)
+            record.encoded = None
         return len(stale)
 
     def mask(self, record: Record) -> None:
@@ -67,3 +69,4 @@ class Ages:
             for start, end, lineage, number in sample.version_spans:
                 if not self._staleness.keep(self._versions, PolicyVersion(lineage, number)):
                     sample.loss_mask[start:end] = [0] * (end - start)
+                    record.encoded = None

@@ -90,7 +90,10 @@ class ReceiptRefused(Exception):
 
 @dataclass(slots=True)
 class Record:
-    """What the owner knows of an outstanding attempt. `version` is the policy version at its admission."""
+    """What the owner knows of an outstanding attempt. `version` is the policy version at its admission.
+
+    `encoded`: its samples as a snapshot has them, once that is known; None again where they are changed.
+    """
 
     attempt: Attempt
     version: PolicyVersion | None
@@ -98,6 +101,7 @@ class Record:
     execution: Execution | None = None
     terminal: Terminal | None = None
     samples: tuple[Sample, ...] = ()
+    encoded: bytes | None = None
     cause: str = ""
 
 

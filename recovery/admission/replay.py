@@ -185,7 +185,7 @@ class ReplaySource:
                 return hashlib.sha256(f"{self._seed} {epoch} {index}".encode()).digest()
 
             self._order = (epoch, sorted(range(self._rows.size), key=rank))
-        return self._order[1][offset]
+        return self._order[1][offset] if self._order[1] else offset  # beyond the end of no rows
 
     # ---- state -------------------------------------------------------------------------------------------------
 

@@ -357,6 +357,8 @@ class FullyAsyncRollout:
         try:
             if not task.cancelled() and task.exception() is None:
                 self.ownership.complete(execution, task.result(), self._draw())
+                if self.participant.attached:
+                    self.state.finished()  # encoded one by one, and not all of them in the step of a snapshot
                 return
             error = None if task.cancelled() else task.exception()
             if error is None:

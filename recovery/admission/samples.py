@@ -19,7 +19,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from math import isfinite
 from operator import index
 from typing import Any
 
@@ -166,10 +167,13 @@ def _check(sample: Sample) -> None:
 
 
 def trainable_versions(samples: Sequence[Sample], admitted: PolicyVersion | None) -> set[PolicyVersion | None]:
-    """The versions of all tokens that would be trained on. A sample that reports no spans counts as admitted."""
+    """The versions of all tokens that would be trained on. A sample that reports no spans counts as admitted.
+
+    One whose every token is context has none.
+    """
     versions: set[PolicyVersion | None] = set()
     for sample in samples:
-        if not sample.version_spans:
+        if not sample.version_spans and (any(sample.loss_mask) or not sample.loss_mask):
             versions.add(admitted)
         for start, end, lineage, number in sample.version_spans:
             if any(sample.loss_mask[start:end]):
@@ -177,12 +181,23 @@ def trainable_versions(samples: Sequence[Sample], admitted: PolicyVersion | None
     return versions
 
 
+_NUMBERS: dict[str, tuple[type, ...]] = {"token_ids": (int,), "logprobs": (float, int), "loss_mask": (int,)}
+"""Fields that are long lists of numbers, which are the same after JSON if they are of these very types."""
+
+
 def to_json(sample: Sample) -> dict[str, Any]:
-    """Raises TypeError or ValueError if the caller's fields are no JSON, or would come back as something else."""
-    value = asdict(sample)
-    again = json.loads(json.dumps(value, allow_nan=False))
+    """Raises TypeError or ValueError if the caller's fields are no JSON, or would come back as something else.
+
+    The value shares its lists with the sample.
+    """
+    value = {one.name: getattr(sample, one.name) for one in fields(sample)}
+    others = {name: one for name, one in value.items() if name not in _NUMBERS}
+    again = json.loads(json.dumps(others, allow_nan=False))
     again["version_spans"] = [tuple(span) for span in again["version_spans"]]
-    if again != value:
+    plain = all(
+        type(value[name]) is list and all(type(one) in types for one in value[name]) for name, types in _NUMBERS.items()
+    )
+    if again != others or not plain or not all(map(isfinite, sample.logprobs)):
         raise ValueError(f"sample {sample.sample_index} of {sample.row_id!r} is not the same after JSON")
     return value
 

@@ -50,14 +50,8 @@ class RolloutState:
     # ---- out ---------------------------------------------------------------------------------------------------
 
     def states(self) -> dict[str, bytes]:
-        """By name. `group-N` does not change while the group waits, so it is written once."""
-        groups: dict[str, bytes] = {}
-        for record in self._own.attempts:
-            if record.phase in _FINISHED and record.samples:
-                try:
-                    groups[f"group-{record.attempt.group_index}"] = _group(record)
-                except (TypeError, ValueError) as error:
-                    self._tell(record, error)  # invariant 2
+        """By name. `group-N` does not change while the group waits, so it is encoded and written once."""
+        groups = self.finished()
         state = {
             "schema": SCHEMA,
             "source": self._source.to_json(),
@@ -66,6 +60,17 @@ class RolloutState:
             "finished": sorted(int(name.removeprefix("group-")) for name in groups),
         }
         return {NAME: canonical_json(state), **groups}
+
+    def finished(self) -> dict[str, bytes]:
+        """The states of the finished groups. Cheap for those that were in it before: call it when one has finished."""
+        for record in self._own.attempts:
+            if record.phase in _FINISHED and record.samples and record.encoded is None:
+                try:
+                    record.encoded = _group(record)
+                except (TypeError, ValueError) as error:
+                    record.encoded = b""
+                    self._tell(record, error)  # invariant 2
+        return {f"group-{one.attempt.group_index}": one.encoded for one in self._own.attempts if one.encoded}
 
     def _tell(self, record: Record, error: Exception) -> None:
         if not self._told:
@@ -87,8 +92,10 @@ class RolloutState:
         check_fits(states, rollout, version)
         number = version.number if isinstance(version, PolicyVersion) else version
         if NAME not in states:
-            fresh = PolicyVersions(PolicyVersion(self._own.versions.current.lineage, number))
-            fresh.fork(lineage, number)
+            before = self._own.versions.current.lineage
+            fresh = PolicyVersions(PolicyVersion(before, number))
+            if lineage != before:  # a name that no life has used yet may be the one that a rollout is made with
+                fresh.fork(lineage, number)
             self._own.leases.newest = rollout
             self._own.versions.take_over(fresh)
             self.taken_up = True
