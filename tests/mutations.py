@@ -137,6 +137,22 @@ MUTATIONS = [
     ("changes.py", "if self._due.passed:", "if False:", "rollout"),
     ("changes.py", "if what != self._what:", "if self._what is None:", "rollout"),
     ("view.py", "if waiting.holds:", "if False:", "rollout"),
+    ("ownership.py", "tuple(apart(sample) for sample in record.samples)", "record.samples", "samples"),
+    ("ownership.py", "if stale and self.staleness.policy", "if self.staleness.policy", "rollout"),
+    ("samples.py", "if len({id(sample) for sample in returned}) != len(returned):", "if False:", "samples"),
+    ("samples.py", "        own = apart(_converted(stamped))", "        own = stamped", "samples"),
+    (
+        "replay.py",
+        '_place(int(cursor["group_frontier"]), size)',
+        'self._place(int(cursor["group_frontier"]))',
+        "replay",
+    ),
+    ("replay.py", " if epoch or alike else row_id", " if epoch else row_id", "replay"),
+    ("rows.py", "            self._next.append(row)\n", "", "rows"),
+    ("rows.py", "                self._broken = error\n", "", "rows"),
+    ("rows.py", "if self._digest(index, made) == self._digests[index + 1]:", "if made:", "rows"),
+    ("participant.py", "        if rollout > known:", "        if False:", "rollout_snapshots"),
+    ("participant.py", "        self._stopped = error\n", "", "rollout_sessions"),
 ]
 
 
