@@ -344,6 +344,9 @@ def overrides_from_args(namespace: argparse.Namespace) -> list[str]:
     found = []
     for leaf in (leaf for block in _FLAGGED for leaf in forms.leaves(block)):
         value = getattr(namespace, leaf.path.replace(".", "_"), None)
+        if value == "" and not leaf.takes_text:
+            flag = "--" + re.sub(r"[._]", "-", leaf.path)
+            raise ConfigError(f"{flag} is empty", hint="leave the flag out, or write null where that is accepted")
         if value is not None:
             as_is = isinstance(value, str) and not leaf.takes_text
             found.append(f"{leaf.path}={value if as_is else forms.write_yaml(value).strip()}")

@@ -523,6 +523,16 @@ def test_knobs_go_by_the_names_they_have_elsewhere() -> None:
     )
 
 
+def test_a_flag_with_an_empty_value_is_not_taken_for_null() -> None:
+    """As a variable of the shell that is not set leaves it: that would be no limit."""
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser)
+    with pytest.raises(ConfigError, match="--rollout-max-policy-version-lag is empty"):
+        config.overrides_from_args(parser.parse_args(["--max-policy-version-lag="]))
+    given = config.overrides_from_args(parser.parse_args(["--max-policy-version-lag=null"]))
+    assert config.parse_loop_config({}, given).rollout.max_policy_version_lag is None
+
+
 @pytest.mark.parametrize(
     ("enabled", "mode", "expected"),
     [

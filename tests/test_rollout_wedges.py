@@ -22,7 +22,7 @@ from recovery.admission.samples import Sample
 from recovery.admission.trainer import Acknowledgement, Outcome
 from recovery.admission.training import train_all
 from recovery.admission.unserved import DRAWS_MAX
-from recovery.errors import Fenced, ProgramError, SnapshotAbandoned
+from recovery.errors import ConfigError, Fenced, ProgramError, SnapshotAbandoned
 from recovery.model import PolicyVersion
 from tests.admission_doubles import SourceDown
 from tests.test_rollout import Engine, batch_of, groups, nothing, on_virtual_time, rollout
@@ -640,3 +640,28 @@ def test_v9_a_first_life_may_have_any_name() -> None:
     one = rollout(2)
     one.restore({}, rollout=0, version=3, lineage="a")
     assert one.version == PolicyVersion("a", 3)
+
+
+def test_what_is_no_whole_number_no_name_or_no_function_is_refused_by_its_name() -> None:
+    async def keep(samples: Any) -> bool:
+        return False
+
+    with pytest.raises(ConfigError, match="keep="):
+        rollout(2, keep=keep)
+    with pytest.raises(ConfigError, match=r"batch_groups: found 1\.5"):
+        rollout(2, batch=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="samples_per_prompt: found '2'"):
+        rollout(2, samples="2")  # type: ignore[arg-type]
+    one: Any = rollout(2)
+    for wrong in ({"version": 1.5}, {"lineage": 3}, {"rollout": "1"}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: found"):
+            one.restore({}, **{"rollout": 0, "version": 0, "lineage": "e1", **wrong})
+
+    @on_virtual_time
+    async def main() -> None:
+        one.start()
+        with pytest.raises(ConfigError, match=r"rollout: found 1\.5"):
+            await one.next_batch(1.5)
+        await one.close()
+
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_a_row_that_could_not_be_taken_is_not_skipped() -> None:
 
     rows = IterableRows(({"id": i} for i in range(3)), process)
     for _ in range(2):
-        with pytest.raises(KeyError):
+        with pytest.raises(InputError, match="KeyError"):
             rows.row(1)
     broken = False
     assert [rows.row(i) for i in range(4)] == [{"id": 0}, {"id": 1}, {"id": 2}, None]
@@ -127,3 +128,42 @@ def test_a_row_that_could_not_be_taken_is_not_skipped() -> None:
         with pytest.raises(OSError, match="away"):
             rows.row(1)
     assert rows.size is None and rows.row(0) == {"id": 0}
+
+
+@pytest.mark.parametrize("lines", [True, False])
+@pytest.mark.parametrize(
+    "answer, said",
+    [(KeyError("prompt"), "raised KeyError"), (StopIteration(), "raised StopIteration"), (None, "NoneType")],
+)
+def test_what_a_function_over_rows_raises_or_does_not_return_names_the_row(
+    tmp_path: Path, lines: bool, answer: Any, said: str
+) -> None:
+    """A StopIteration is not the end of the data."""
+
+    def process(row: dict[str, Any]) -> Any:
+        if row["id"] == 1:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        return row
+
+    rows = [{"id": 0}, {"id": 1}, {"id": 2}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match=f"{'line 2' if lines else 'row 1|item 1|1'}.*{said}"):
+        if lines:
+            JsonlRows(path, process)
+        else:
+            found = IterableRows(rows, process)
+            assert found.row(0) == {"id": 0}
+            found.row(1)
+
+
+def test_a_line_too_deep_and_a_pipe_are_input_errors(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": 1}\n{"id": 2, "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(InputError, match="line 2"):
+        JsonlRows(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="no regular file"):
+        JsonlRows(tmp_path / "pipe")

@@ -54,6 +54,12 @@ def check_engines(engines: Sequence[object], generate: Generate) -> None:
             )
 
 
+def check_keep(keep: Callable[..., object]) -> None:
+    """Raises ConfigError for a function whose every answer would be taken for a yes."""
+    if inspect.iscoroutinefunction(keep) or inspect.iscoroutinefunction(type(keep).__call__):
+        raise ConfigError("keep= is a coroutine function, and nobody awaits it", hint="write it as a plain `def`")
+
+
 async def each_sample(samples: list[Sample], engine: Engine) -> Sequence[Sample]:
     """The default: every sample for itself, at the same time."""
     try:

@@ -12,6 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recovery.admission.holds import Hold
+from recovery.errors import ConfigError
+
+
+def whole(name: str, value: object) -> int:
+    """`value`. Raises ConfigError for what is no whole number."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name}: found {value!r}; accepted: a whole number")
+    return value
+
 
 ABORTS_MAX = 8
 """A group whose execution is cancelled so often (nobody having asked for it) is a failure: it would go on for ever."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from recovery.admission.attempts import Attempt
+from recovery.admission.limits import whole
 from recovery.admission.samples import Sample
 from recovery.admission.settlement import Why
 from recovery.errors import ConfigError, Damaged, FingerprintMismatch
@@ -66,7 +67,7 @@ class ReplaySource:
     def __init__(
         self, rows: Rows, *, samples_per_prompt: int, epochs: int = 1, shuffle_seed: int | None = None
     ) -> None:
-        if samples_per_prompt < 1 or epochs < 1:
+        if whole("samples_per_prompt", samples_per_prompt) < 1 or whole("epochs", epochs) < 1:
             raise ConfigError("samples_per_prompt and epochs are at least 1")
         if rows.size is None and (epochs > 1 or shuffle_seed is not None):
             raise ConfigError(

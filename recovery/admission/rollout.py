@@ -26,10 +26,10 @@ from recovery.admission.attempts import Attempt, Execution, Phase, Record
 from recovery.admission.changes import Changes, Deadline, LongWait, running_loop
 from recovery.admission.closing import Closing
 from recovery.admission.covering import covered
-from recovery.admission.generation import Engine, Generate, Generation, check_engines, each_sample, pinned
+from recovery.admission.generation import Engine, Generate, Generation, check_engines, check_keep, each_sample, pinned
 from recovery.admission.holds import AdmissionClosed, Hold, HoldKind, Lifecycle
 from recovery.admission.leases import Lease
-from recovery.admission.limits import Exhausted, Limits, Waiting
+from recovery.admission.limits import Exhausted, Limits, Waiting, whole
 from recovery.admission.ownership import Ownership
 from recovery.admission.participant import RolloutParticipant
 from recovery.admission.placement import Placement
@@ -83,7 +83,8 @@ class FullyAsyncRollout:
         self._engines = list(engines)
         check_engines(self._engines, generate)
         self._placement = Placement([pinned(engine) for engine in self._engines])
-        check_rollout(config, batch_groups)
+        check_keep(keep)
+        check_rollout(config, whole("batch_groups", batch_groups))
         self._source = source
         self._clock = clock
         self._entropy = entropy
@@ -171,7 +172,8 @@ class FullyAsyncRollout:
         while True:
             before = self._measure()
             try:
-                got = self.ownership.lease(self.ownership.leases.newest + 1 if rollout is None else rollout)
+                newest = self.ownership.leases.newest
+                got = self.ownership.lease(newest + 1 if rollout is None else whole("rollout", rollout))
             finally:
                 self._pump()
                 if self._measure() != before:

@@ -42,7 +42,7 @@ class _Checked:
         """Row number len(digests) - 1, checked and counted. Raises InputError, nothing counted."""
         if not isinstance(row, Mapping):
             raise InputError(f"{what} is {type(row).__name__} instead of an object", hint="every row has an id")
-        made = dict(self._process(dict(row)))
+        made = self._processed(dict(row), what)
         name = made.get("id")
         if not isinstance(name, str | int) or isinstance(name, bool) or name == "":
             raise InputError(f"{what} has no id", hint='give every row an "id" of its own')
@@ -50,11 +50,26 @@ class _Checked:
             raise InputError(f"{what}: the id {name!r} came before", hint="give every row an id of its own")
         try:
             digest = self._digest(len(self._digests) - 1, made)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"{what} ({name!r}) is not JSON: {error}", hint="let rows hold JSON values") from error
         self._ids.add(str(name))
         self._digests.append(digest)
         return made
+
+    def _processed(self, row: dict[str, Any], what: str) -> dict[str, Any]:
+        """Through the caller's function. Raises InputError that names the row."""
+        try:
+            made = self._process(row)
+        except Exception as error:
+            raise InputError(
+                f"{what}: the function that rows go through raised {error!r}", hint="mend the function, or the row"
+            ) from error
+        if not isinstance(made, Mapping):
+            raise InputError(
+                f"{what}: the function that rows go through returned {type(made).__name__} instead of an object",
+                hint="let it return the row",
+            )
+        return dict(made)
 
     def _digest(self, index: int, made: Row) -> str:
         """Of all rows up to this one."""
@@ -107,6 +122,10 @@ class JsonlRows(_Checked):
         super().__init__(process)
         self._path = os.fspath(path)
         self._places: list[tuple[int, int, int]] = []
+        if os.path.exists(self._path) and not os.path.isfile(self._path):
+            raise InputError(
+                f"{self._path} is no regular file", hint="rows are read again and again: write them to one"
+            )
         try:
             self._file = open(self._path, "rb")  # noqa: SIM115 (closed by close)
         except OSError as error:
@@ -125,7 +144,7 @@ class JsonlRows(_Checked):
         at, n, number = self._places[index]
         line = os.pread(self._file.fileno(), n, at)  # as it is now, not as it was buffered
         try:
-            made = dict(self._process(self._parsed(line, number)))
+            made = self._processed(self._parsed(line, number), f"{self._path}, line {number}")
             if self._digest(index, made) == self._digests[index + 1]:
                 return made
         except (InputError, TypeError, ValueError):
@@ -148,7 +167,7 @@ class JsonlRows(_Checked):
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{self._path}, line {number} is not JSON: {error}", hint="mend the line") from error
         if not isinstance(row, dict):
             raise InputError(f"{self._path}, line {number} is no JSON object", hint='{"id": …, …}')

@@ -22,13 +22,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from recovery.admission.attempts import Phase, Record
+from recovery.admission.limits import whole
 from recovery.admission.ownership import Ownership
 from recovery.admission.preparation import covers
 from recovery.admission.replay import ReplaySource
 from recovery.admission.samples import Sample, from_json, to_json
 from recovery.admission.versions import PolicyVersions
 from recovery.codec import canonical_json
-from recovery.errors import Damaged, FingerprintMismatch
+from recovery.errors import ConfigError, Damaged, FingerprintMismatch
 from recovery.model import PolicyVersion
 
 SCHEMA = 1
@@ -89,8 +90,10 @@ class RolloutState:
         it. Raises FingerprintMismatch or Damaged, and NotOutstanding after the first reservation; nothing changed then.
         """
         self._source.check_untouched()
-        check_fits(states, rollout, version)
-        number = version.number if isinstance(version, PolicyVersion) else version
+        check_fits(states, whole("rollout", rollout), version)
+        number = whole("version", version.number if isinstance(version, PolicyVersion) else version)
+        if not isinstance(lineage, str):
+            raise ConfigError(f"lineage: found {lineage!r}; accepted: a name that was never used")
         if NAME not in states:
             before = self._own.versions.current.lineage
             fresh = PolicyVersions(PolicyVersion(before, number))
