@@ -230,3 +230,10 @@ def test_commands_of_tables_parse() -> None:
         program, *arguments = shlex.split(words)
         namespace = PARSERS[program]().parse_args(arguments)
         assert isinstance(namespace, argparse.Namespace)
+
+
+def test_decisions_have_each_a_number_of_its_own() -> None:
+    records = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert len({path.name[:4] for path in records}) == len(records)
+    for path in records:
+        assert path.read_text("utf-8").startswith(f"# {int(path.name[:4])}. "), path.name
