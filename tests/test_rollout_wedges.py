@@ -399,6 +399,21 @@ async def test_a42_a_snapshot_that_was_given_up_is_asked_for_again() -> None:
 
 
 @on_virtual_time
+async def test_a_waiter_is_told_at_once_of_a_stop_that_the_participant_was_told_of() -> None:
+    one = await _one_committed()
+    snapshots = Snapshots(one, takes_s=5.0)
+    waiters = [asyncio.ensure_future(one.prepare_checkpoint(1, snapshots.want)) for _ in range(2)]
+    await asyncio.sleep(1)
+    one.participant.stopped(Fenced("another process claimed the store", hint=""))
+    for waiter in waiters:
+        with pytest.raises(Fenced):
+            await asyncio.wait_for(waiter, 1.0)
+    assert snapshots._task is not None
+    await snapshots._task
+    await one.close()
+
+
+@on_virtual_time
 async def test_a_waiter_learns_that_the_process_was_fenced_however_little_is_heard() -> None:
     one = await _one_committed()
     snapshots = Snapshots(one, takes_s=1e9)

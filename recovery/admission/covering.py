@@ -5,7 +5,7 @@ Does not know: who takes snapshots, what has to hold for one, who else waits (pr
 
 Invariant:
 1. A snapshot that ended without covering the rollout is asked for again, and so is one of which nothing was heard: who
-   is asked raises what stops the process.
+   is asked raises what stops the process. A stop that the participant was told of ends every wait at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def covered(
         while True:
             if wait.ended:
                 wait.ended, ask = False, Deadline(AGAIN_AFTER_S)
-            for error in (one.ownership.failure, wait.refused):
+            for error in (one.ownership.failure, one.participant.stopped_by, wait.refused):
                 if error is not None:
                     raise error
             if one.participant.attached and one.participant.prepared >= rollout:

@@ -46,7 +46,7 @@ class RolloutParticipant:
         self._taken_strictly = False
         self.waits = Waits()
         self.attached = False
-        self._stopped: RecoveryError | None = None
+        self.stopped_by: RecoveryError | None = None
         self.covered = 0
         """The highest rollout that a published snapshot covers."""
         self.prepared = 0
@@ -104,7 +104,7 @@ class RolloutParticipant:
         self._rollout.updates.release_cut()
 
     def stopped(self, error: RecoveryError) -> None:
-        self._stopped = error
+        self.stopped_by = error
         self._rollout.changes.tell()
 
     def check_covers(self, rollout: int) -> None:
@@ -112,8 +112,8 @@ class RolloutParticipant:
 
         Raises what stopped this process, if it was: whether the checkpoint counts is for its successor to say.
         """
-        if self._stopped is not None:
-            raise self._stopped
+        if self.stopped_by is not None:
+            raise self.stopped_by
         known = covers(self._rollout.ownership)
         if rollout > known:
             raise NotCovered(
