@@ -26,7 +26,7 @@ from recovery.admission.rows import IterableRows
 from recovery.admission.samples import MalformedSample, Sample
 from recovery.admission.updates import DeadlinePassed, EnginesTorn, WaitsForItself
 from recovery.config import RolloutConfig
-from recovery.errors import ConfigError
+from recovery.errors import ConfigError, InputError
 from recovery.model import PolicyVersion
 from tests import rollout_worlds, virtual_loop
 from tests.fakes import ManualClock, SeededEntropy
@@ -310,8 +310,9 @@ async def test_a_source_that_raises_is_told_to_everybody() -> None:
     source = ReplaySource(IterableRows([{"id": f"p{i}"} for i in range(3)], process), samples_per_prompt=1)
     one = rollout(source=source)
     one.start()
-    with pytest.raises(OSError, match="template"):
+    with pytest.raises(InputError, match=r"row 1: .*template") as told:
         await one.next_batch()
+    assert isinstance(told.value.__cause__, OSError)
     await one.close()
 
 
