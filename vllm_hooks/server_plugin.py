@@ -22,7 +22,7 @@ from typing import Any
 from recovery.config import CheckpointingConfig, effective_mode, load_loop_config, parse_loop_config
 from vllm_hooks import surface
 from vllm_hooks.capture import RecoverableEngine
-from vllm_hooks.server_asgi import App
+from vllm_hooks.server_asgi import App, Receive, Scope, Send
 from vllm_hooks.server_attempts import Attempts
 from vllm_hooks.server_engine import AttemptEngine
 from vllm_hooks.server_http import RecoveryLayer
@@ -65,9 +65,16 @@ class RecoveryEndpoints:
             self._config, self._app = config, app
             app.add_middleware(self._layer)
 
-    def _layer(self, app: App) -> RecoveryLayer | RelayLayer:
-        """Made when the server starts to serve, after init_state."""
-        return RecoveryLayer(app, self) if self._captures else RelayLayer(app, socket_path())
+    def _layer(self, app: App) -> App:
+        """Whose it is is known after init_state, and vLLM may make its layers before: chosen with the first message."""
+        made: list[App] = []
+
+        async def layer(scope: Scope, receive: Receive, send: Send) -> None:
+            if not made:
+                made.append(RecoveryLayer(app, self) if self._captures else RelayLayer(app, socket_path()))
+            await made[0](scope, receive, send)
+
+        return layer
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Claim and restore the store. Raises RecoveryError and its kin."""
