@@ -124,6 +124,7 @@ ELSEWHERE = {
     "lora_request": "test_exact_engines.py",
     "prompt_text": "test_capture_kinds.py",
     "tokenization_kwargs": "test_capture_kinds.py",
+    "lineage": "test_agents_engine.py",
     "trace_headers": "about tracing alone; needs a collector",
     "data_parallel_rank": "about scheduling alone; the CPU build has one rank",
     "kv_hints": "about caching alone; needs a connector",
