@@ -16,6 +16,11 @@ SEED ?= 1
 PARITY ?= 232
 ARGS ?=
 
+# The parts of the soak that can be counted, those of them that were given on the command line, and their flags.
+PARTS := SCHEDULES ROLLOUTS KILLS RACES RL_KILLS SERVER_KILLS RAY_ROUNDS PARITY
+GIVEN := $(strip $(foreach part,$(PARTS),$(if $(findstring command,$(origin $(part))),$(part))))
+flag = --$(shell echo $(1) | tr A-Z_ a-z-)
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-deps --no-compile -qq
@@ -54,11 +59,11 @@ format: $(VENV)/ready  ## let ruff mend what it can
 browser:  ## install Chromium for the tests of the report page, where there is none (Debian, as root)
 	.ci/browser
 
-soak: $(VENV)/ready  ## for SOAK_S=3600 seconds: jobs killed in calm and trouble, two coordinators, schedules, in turn; count and verify
-	$(BIN)/python -m tests.soak --for $(SOAK_S) $(ARGS)
+soak: $(VENV)/ready  ## for SOAK_S=3600 seconds: jobs killed in calm and trouble, two coordinators, schedules, in turn; count and verify. With a count (KILLS=50, ...): that part of soak-parts alone
+	$(BIN)/python -m tests.soak $(if $(GIVEN),$(foreach part,$(PARTS),$(call flag,$(part)) $(if $(filter $(part),$(GIVEN)),$($(part)),0)),--for $(SOAK_S)) $(ARGS)
 
 soak-parts: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol and ROLLOUTS=10000 of a rollout, kill the real job KILLS=50 times, race coordinators RACES=100 times, kill the trainer RL_KILLS=10 times and the OpenAI server SERVER_KILLS=5 times, jobs on Ray in RAY_ROUNDS=5 rounds, compare PARITY=232 cut calls (0: leave out)
-	$(BIN)/python -m tests.soak --schedules $(SCHEDULES) --rollouts $(ROLLOUTS) --kills $(KILLS) --races $(RACES) --rl-kills $(RL_KILLS) --server-kills $(SERVER_KILLS) --ray-rounds $(RAY_ROUNDS) --parity $(PARITY) $(ARGS)
+	$(BIN)/python -m tests.soak $(foreach part,$(PARTS),$(call flag,$(part)) $($(part))) $(ARGS)
 
 bench-store: $(VENV)/ready  ## measure the store: cost, size, restore, today's ways (minutes; ARGS=--quick: seconds)
 	$(BIN)/python -m bench store $(ARGS)
