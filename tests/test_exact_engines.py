@@ -159,7 +159,7 @@ def test_an_adapters_call_is_carried_on_under_the_same_adapter(
 
     lora = LoRARequest("tuned", 1, str(make_adapter(tmp_path / "one", seed=1)))
     other = LoRARequest("tuned", 2, str(make_adapter(tmp_path / "two", seed=2)))
-    params = greedy(32, temperature=1.0, seed=3, presence_penalty=0.5)
+    params = greedy(200, temperature=1.0, seed=3, presence_penalty=0.5)
 
     async def scenario() -> None:
         async with capturing(other_engine, quick_path / "whole") as (wrapped, _):
@@ -173,10 +173,10 @@ def test_an_adapters_call_is_carried_on_under_the_same_adapter(
                 await abort_after(Bound(wrapped, lora), PROMPT, params, name, 9)
         async with capturing(other_engine, quick_path / "cut") as (wrapped, session):
             assert_same(await ask(wrapped, PROMPT, params, "r", lora_request=lora), whole, tolerance=0.0)
-            assert session.counters.tokens_captured < 32
+            assert session.counters.tokens_captured < 200
             before = session.counters.tokens_captured
             assert_same(await ask(wrapped, PROMPT, params, "s", lora_request=other), otherwise, tolerance=0.0)
-            assert session.counters.tokens_captured == before + 32
+            assert session.counters.tokens_captured == before + 200
 
     on_loop(scenario())
 
