@@ -46,7 +46,7 @@ MUTATIONS = [
     ("replay.py", "if rollout <= self.saved:", "if rollout < self.saved:", "replay"),
     ("replay.py", "self._frontier += len(fresh)", "self._frontier += k", "replay"),
     ("replay.py", "self.draw + 1, self", "self.draw, self", "replay"),
-    ("rows.py", "self._digests[-1].encode() + canonical_json(made)", "canonical_json(row)", "rows replay"),
+    ("rows.py", "self._digests[index].encode() + canonical_json(made)", "canonical_json(made)", "rows replay"),
     ("trainer.py", "if members != list(publication.cohort):", "if not members:", "trainer_admission"),
     ("trainer.py", "or found.publication != publication:", ":", "trainer_admission"),
     ("trainer.py", "        self._move(one, before)\n", "", "trainer_admission"),
@@ -110,7 +110,7 @@ MUTATIONS = [
     ("unserved.py", "self._given_up += given_up", "pass", "rollout_wedges"),
     ("unserved.py", "self._draws.pop(group, None)\n            return", "return", "rollout_wedges"),
     ("view.py", "if lag != NO_LAG]", "]", "rollout_wedges"),
-    ("training.py", "            told(f", "            str(f", "rollout_wedges"),
+    ("training.py", "            told(\n", "            str(\n", "rollout_wedges"),
     ("covering.py", "wait.ended, ask = False,", "wait.ended, _ = False,", "rollout_wedges"),
     ("preparation.py", "            del self._all[wait]", "            self._all.clear()", "rollout_wedges"),
     ("trainer.py", "if not began or self._is_open(one.lease):", "if True:", "trainer_admission"),
@@ -152,7 +152,6 @@ MUTATIONS = [
     ("rows.py", "                self._broken = error\n", "", "rows"),
     ("rows.py", "if self._digest(index, made) == self._digests[index + 1]:", "if made:", "rows"),
     ("participant.py", "        if rollout > known:", "        if False:", "rollout_snapshots"),
-    ("participant.py", "        self._stopped = error\n", "", "rollout_sessions"),
 ]
 
 

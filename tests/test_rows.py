@@ -167,3 +167,11 @@ def test_a_line_too_deep_and_a_pipe_are_input_errors(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="no regular file"):
         JsonlRows(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("other", [["x", "b", "c"], ["b", "a", "c"], ["b", "c"]])
+def test_a_digest_is_of_every_row_before_the_cursor_and_of_their_order(other: list[str]) -> None:
+    def digest(names: list[str]) -> str:
+        return IterableRows([{"id": name} for name in names]).digest(len(names))
+
+    assert digest(["a", "b", "c"]) != digest(other)
