@@ -168,7 +168,7 @@ async def test_a_process_that_was_fenced_before_it_saved_is_told(store: Path) ->
         pass
     one.session.want_snapshot("test")
     stopped = one.rollout.participant
-    await until(lambda: stopped._stopped is not None, "the first process to learn that it was fenced")
+    await until(lambda: stopped.stopped_by is not None, "the first process to learn that it was fenced")
     with pytest.raises(Fenced):
         one.rollout.checkpoint_saved(b.rollout)
     assert Counter(two.trained) == Counter(FORWARDS)
