@@ -164,16 +164,20 @@ def test_clocks_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: An
 
 @pytest.mark.usefixtures("s3_environment")
 def test_a_probe_of_a_bucket(
-    moto: Server, fresh_prefix: Callable[[], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    seaweedfs: Server,
+    fresh_prefix: Callable[[], str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", moto.url)
+    """On the server whose creates are atomic also between threads; moto looks first and writes then."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweedfs.url)
     address = f"s3://{BUCKET}/{fresh_prefix()}"
     ran = run_once(capsys, "doctor", address, "--probe", "--json")
     (document,) = ran.documents
     assert ran.code == 0 and document["ok"] and document["clock_ahead_s"] is not None
     assert set(_levels(document)) >= {"create", "race", "overwrite", "range", "list-after-write", "delete", "speed"}
     prefix = address.removeprefix(f"s3://{BUCKET}/")
-    assert "Contents" not in moto.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)
+    assert "Contents" not in seaweedfs.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)
 
 
 def test_a_store_says_when_an_object_was_written(tmp_path: Path) -> None:
