@@ -21,8 +21,12 @@ from recovery.layout import SEGMENTS, segment_position
 from recovery.ledger import ChunkAt, Ledger
 from recovery.model import Record, SegmentInfo
 from recovery.ports import Listed, ObjectStore, SegmentCodec
+from recovery.records import Records
 from recovery.snapshots import MAX_OBJECT_BYTES
 from recovery.staging import coordinates_of
+
+UNREADABLE = (Damaged, FormatNotUnderstood)
+"""What is wrong with a segment itself: it is left, and whoever reads the rest goes on."""
 
 
 @dataclass(slots=True)
@@ -54,16 +58,21 @@ def adopt(
         if key in collected or ledger.knows_segment(key):
             continue
         try:
-            if item.nbytes > MAX_OBJECT_BYTES:  # before it is read: nothing but its own word says how large it may be
-                raise Damaged(f"segment {key} has {item.nbytes} bytes; at most {MAX_OBJECT_BYTES} are allowed")
-            data = store.get(key)
-            info = codec.describe(key, data)
-            records = codec.decode(data, info)
-        except (Damaged, FormatNotUnderstood) as error:
+            info, records = read_flushed(store, codec, item)
+        except UNREADABLE as error:
             adoption.unreadable.append((key, error))
             continue
         _apply(ledger, info, records, adoption)
     return adoption
+
+
+def read_flushed(store: ObjectStore, codec: SegmentCodec, item: Listed) -> tuple[SegmentInfo, Records]:
+    """A listed segment that no ledger describes. Raises one of UNREADABLE, or the store's errors."""
+    if item.nbytes > MAX_OBJECT_BYTES:  # before it is read: nothing but its own word says how large it may be
+        raise Damaged(f"segment {item.key} has {item.nbytes} bytes; at most {MAX_OBJECT_BYTES} are allowed")
+    data = store.get(item.key)
+    info = codec.describe(item.key, data)
+    return info, codec.decode(data, info)
 
 
 def _flushed(store: ObjectStore, epoch: int) -> list[Listed]:

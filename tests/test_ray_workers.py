@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from recovery.errors import Fenced, FingerprintMismatch, InputError, SnapshotAbandoned
+from recovery.config import CheckpointingConfig
+from recovery.errors import Fenced, FingerprintMismatch, InputError, ProgramError, SnapshotAbandoned
 from recovery.model import CallId
 from recovery.protocol import Verdict
 from tests.fake_engine import MUST, PROMPTS, Prompt, reference_answers
 from tests.worker_worlds import STOP, Worker, World, until
-from vllm_hooks.ray_workers.coordination import Coordination
+from vllm_hooks.ray_workers.coordination import Coordination, stored_by
 from vllm_hooks.ray_workers.members import Busy, Members, Yours
 from vllm_hooks.ray_workers.messages import Gone, Joining, NotAMember
 from vllm_hooks.ray_workers.step_log import StepLog, Steps
@@ -183,6 +185,32 @@ def test_a_worker_that_was_given_up_too_early_comes_back_without_its_calls(tmp_p
     played(tmp_path, rng, play)
 
 
+def test_a_damaged_segment_of_a_dead_worker_costs_its_tokens_and_holds_up_nobody(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    async def play(world: World) -> None:
+        coordination = await world.coordinate()
+        victim, _ = await world.worker(), await world.worker()
+        world.pace = stand_at(100, go := asyncio.Event())
+        answers = asyncio.create_task(world.answers(LONG))
+        await until(lambda: victim.n_decoded >= 100, "it decodes")
+        opened, name = coordination.opened, victim.session.worker
+        await victim.session.flushed()
+        victim.kill()
+        found = stored_by(opened.store, opened.segments, coordination.epoch, name, lambda writer: 0)
+        last = max(found, key=lambda staged: staged.flush).info.key
+        path = tmp_path / "store" / last
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        left = stored_by(opened.store, opened.segments, coordination.epoch, name, lambda writer: 0)
+        assert {staged.info.key for staged in left} == {staged.info.key for staged in found} - {last}
+        go.set()
+        assert await answers == reference_answers(LONG)
+
+    played(tmp_path, rng, play)
+
+
 def test_an_answer_that_was_lost_on_its_way_is_given_again(tmp_path: Path, rng: random.Random) -> None:
     """A worker says what it has stored until the coordinator is known to have it."""
 
@@ -213,6 +241,25 @@ def test_an_answer_that_was_lost_on_its_way_is_given_again(tmp_path: Path, rng: 
         assert coordination.figures().rejected == {}
 
     played(tmp_path, rng, play)
+
+
+def test_a_worker_that_can_no_longer_follow_a_coordinator_fails() -> None:
+    """Its task of beats would end unseen otherwise, and nobody would hear of the worker again."""
+    from vllm_hooks.ray_workers.actors import EngineWorker
+
+    class Llm:
+        vllm_config = None
+
+    async def play() -> None:
+        failed: list[Any] = []
+        worker = EngineWorker("w0", Llm, CheckpointingConfig(enabled=True, store="s"), {}, False)
+        worker.session = SimpleNamespace(fail=failed.append, worker="w0-1", n_captured=0)  # type: ignore[assignment]
+        worker._coordinator = SimpleNamespace()  # it has nothing that can be asked
+        worker._follow_for_ever()
+        await until(lambda: bool(failed), "it fails")
+        assert isinstance(failed[0], ProgramError) and "AttributeError" in failed[0].message
+
+    asyncio.run(play())
 
 
 def test_two_workers_never_have_one_call(tmp_path: Path, rng: random.Random) -> None:

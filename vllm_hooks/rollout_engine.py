@@ -96,5 +96,4 @@ class RolloutEngine:
             self._left.pop(request_id, None)
             call_id = self._call_ids.pop(request_id, None)
             if call_id is not None:
-                self._session.admission.forget(call_id)
-                self._session.stored.forget(call_id)
+                self._session.forget(call_id)

@@ -105,8 +105,7 @@ class Attempts:
                     self._connections[number].ended.set()
                 case Forget(attempt=attempt):
                     for call_id in self._calls.pop(attempt, ()):
-                        self._session.admission.forget(call_id)
-                        self._session.stored.forget(call_id)
+                        self._session.forget(call_id)
 
     def forget(self, attempt: str) -> bool:
         """Whether it could be forgotten: it is known, and has no connection."""

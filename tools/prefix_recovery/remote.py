@@ -27,7 +27,8 @@ from recovery.model import CallId, Ended, PolicyVersion, Request, Restore
 from recovery.reading import read_transcripts
 from storage_backends import open_store
 from storage_backends.codecs import MixedSegmentCodec
-from vllm_hooks.ray_workers.actors import Answer, answer_now
+from vllm_hooks.ray_workers.actors import Answer
+from vllm_hooks.ray_workers.answers import answer_now
 from vllm_hooks.ray_workers.cluster import SILENT_S, CoordinatorLink, Workers
 from vllm_hooks.ray_workers.messages import Gone
 from vllm_hooks.trouble import Trouble

@@ -1,12 +1,13 @@
 """The two kinds of actor: a coordinator, and a worker with an engine.
 
-Owns: what Ray calls, and how an error crosses from one process to the other.
-Does not know: how actors are placed and watched (cluster.py), what a coordinator decides, what an engine is made of.
+Owns: what Ray calls in them.
+Does not know: how actors are placed and watched (cluster.py), how an error crosses between them (answers.py), what a
+coordinator decides, what an engine is made of.
 
 Invariants:
-1. An error of ours arrives as what was raised; that there is no process any more arrives as Gone.
-2. A worker asks after its coordinator several times a second, and joins whichever answers.
-3. A coordinator that cannot open its store says so to whoever asks it; it does not vanish.
+1. A worker asks after its coordinator several times a second, and joins whichever answers. One that can no longer do
+   that fails; it does not go on unheard.
+2. A coordinator that cannot open its store says so to whoever asks it; it does not vanish.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from recovery.calls import LiveCall
 from recovery.config import CheckpointingConfig
-from recovery.errors import EngineDead, Fenced, RecoveryError, Retry
+from recovery.errors import EngineDead, Fenced, ProgramError, RecoveryError, Retry
 from recovery.ledger import Ledger
 from recovery.model import CallId, PolicyVersion, Request
 from recovery.resume import StopRules
@@ -34,9 +33,9 @@ from vllm_hooks import surface
 from vllm_hooks.capture import RecoverableEngine, drain
 from vllm_hooks.fingerprint import engine_fields
 from vllm_hooks.opening import SystemEntropy
+from vllm_hooks.ray_workers.answers import answer, asking
 from vllm_hooks.ray_workers.coordination import Coordination
 from vllm_hooks.ray_workers.messages import (
-    Ask,
     Claimed,
     Figures,
     Gone,
@@ -56,54 +55,6 @@ BEAT_S = 0.25
 ANSWER_S = 20.0
 """How long a worker waits for an answer of its coordinator before it asks anew."""
 CLAIM_S = 10.0
-
-
-def _plain(error: BaseException) -> BaseException:
-    if isinstance(error, RayActorError):
-        return Gone(str(error))
-    cause = getattr(error, "cause", None)
-    if isinstance(error, RayTaskError) and isinstance(cause, BaseException):
-        return cause
-    return error
-
-
-async def answer(ref: Any, timeout_s: float | None = None) -> Any:
-    """What a remote call returns; raises what it raised, Gone, or TimeoutError."""
-    settled = asyncio.wrap_future(ref.future())
-    settled.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be nobody who waits by then
-    try:
-        return await asyncio.wait_for(asyncio.shield(settled), timeout_s)
-    except (RayActorError, RayTaskError) as error:
-        raise _plain(error) from None
-
-
-def answer_now(ref: Any, timeout_s: float) -> Any:
-    """The same, blocking."""
-    try:
-        return ray.get(ref, timeout=timeout_s)
-    except GetTimeoutError:
-        raise TimeoutError from None
-    except (RayActorError, RayTaskError) as error:
-        raise _plain(error) from None
-
-
-def asking(worker: WorkerId, handle: Any) -> Ask:
-    """How the coordinator asks a worker."""
-
-    def ask(step: str, epoch: int, *arguments: Any) -> Future[Any]:
-        asked: Future[Any] = Future()
-
-        def settle(inner: Future[Any]) -> None:
-            error = inner.exception()
-            if error is None:
-                asked.set_result(inner.result())
-            else:
-                asked.set_exception(_plain(error))
-
-        handle.step.remote(worker, step, epoch, *arguments).future().add_done_callback(settle)
-        return asked
-
-    return ask
 
 
 class CoordinatorActor:
@@ -268,7 +219,7 @@ class EngineWorker:
             session.pulls = session.parity.pull_agrees
         self._fields = ({**own, **self._more}, recorded)
         self.llm = RecoverableEngine(llm, session)
-        self._beats = asyncio.create_task(self._beat())
+        self._follow_for_ever()
 
     async def _claim(self, worker: WorkerId, call_id: CallId) -> Claimed | None:
         try:
@@ -289,6 +240,16 @@ class EngineWorker:
             except RecoveryError as error:
                 session.fail(error)
             await asyncio.sleep(BEAT_S)
+
+    def _follow_for_ever(self) -> None:
+        self._beats = asyncio.create_task(self._beat())
+        self._beats.add_done_callback(self._beats_ended)
+
+    def _beats_ended(self, beats: asyncio.Task[None]) -> None:
+        """A worker that nobody hears of any more must not go on as if nothing were."""
+        if not beats.cancelled() and (error := beats.exception()) is not None:
+            wrong = ProgramError(f"following the coordinator failed: {error!r}", hint="this is a bug; please report it")
+            self.session.fail(wrong)
 
     async def _join(self) -> None:
         session = self.session

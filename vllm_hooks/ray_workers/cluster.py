@@ -33,7 +33,8 @@ import ray
 from recovery.config import CheckpointingConfig, RayConfig
 from recovery.errors import ConfigError, EngineDead, Fenced, InputError, RecoveryError
 from recovery.resume import StopRules
-from vllm_hooks.ray_workers.actors import Answer, CoordinatorActor, EngineWorker, News, answer
+from vllm_hooks.ray_workers.actors import Answer, CoordinatorActor, EngineWorker, News
+from vllm_hooks.ray_workers.answers import answer
 from vllm_hooks.ray_workers.messages import Figures, Gone, Lost, NotAMember, Refused, Superseded, WorkerId
 
 LOOK_S = 0.25

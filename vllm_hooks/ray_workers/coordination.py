@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from recovery.adoption import UNREADABLE, read_flushed
 from recovery.calls import StoredUpTo
 from recovery.claims import latest_claims
 from recovery.compactor import Compactor
@@ -324,16 +325,20 @@ class Coordination:
 
 
 def stored_by(store: ObjectStore, segments: SegmentCodec, epoch: int, worker: WorkerId, known: Any) -> list[Staged]:
-    """What a worker stored in an epoch after the last flush of it that is known; what does not read back is left."""
+    """What a worker stored in an epoch after the last flush of it that is known.
+
+    What cannot be read is left: what came after it does not fit the ledger, and is generated again.
+    """
     found = []
     for item in store.list(f"{SEGMENTS}e{epoch:06d}/{worker}."):
         at = segment_position(item.key)
         if at is None or at.flush <= known(at.writer):
             continue
-        data = store.get(item.key)
-        info = segments.describe(item.key, data)
-        coordinates = coordinates_of(segments.decode(data, info), item.key)
-        found.append(Staged(info, coordinates, at.writer, at.flush))
+        try:
+            info, records = read_flushed(store, segments, item)
+        except UNREADABLE:
+            continue
+        found.append(Staged(info, coordinates_of(records, item.key), at.writer, at.flush))
     return found
 
 

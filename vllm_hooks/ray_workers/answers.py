@@ -1,0 +1,67 @@
+"""What one actor asks another, and how the answer or the error arrives.
+
+Owns: the way of an error from one process to the other.
+Does not know: who asks what.
+
+Invariants:
+1. An error of ours arrives as what was raised; that there is no process any more arrives as Gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from vllm_hooks.ray_workers.messages import Ask, Gone, WorkerId
+
+
+def _plain(error: BaseException) -> BaseException:
+    if isinstance(error, RayActorError):
+        return Gone(str(error))
+    cause = getattr(error, "cause", None)
+    if isinstance(error, RayTaskError) and isinstance(cause, BaseException):
+        return cause
+    return error
+
+
+async def answer(ref: Any, timeout_s: float | None = None) -> Any:
+    """What a remote call returns; raises what it raised, Gone, or TimeoutError."""
+    settled = asyncio.wrap_future(ref.future())
+    settled.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be nobody who waits by then
+    try:
+        return await asyncio.wait_for(asyncio.shield(settled), timeout_s)
+    except (RayActorError, RayTaskError) as error:
+        raise _plain(error) from None
+
+
+def answer_now(ref: Any, timeout_s: float) -> Any:
+    """The same, blocking."""
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except GetTimeoutError:
+        raise TimeoutError from None
+    except (RayActorError, RayTaskError) as error:
+        raise _plain(error) from None
+
+
+def asking(worker: WorkerId, handle: Any) -> Ask:
+    """How the coordinator asks a worker."""
+
+    def ask(step: str, epoch: int, *arguments: Any) -> Future[Any]:
+        asked: Future[Any] = Future()
+
+        def settle(inner: Future[Any]) -> None:
+            error = inner.exception()
+            if error is None:
+                asked.set_result(inner.result())
+            else:
+                asked.set_exception(_plain(error))
+
+        handle.step.remote(worker, step, epoch, *arguments).future().add_done_callback(settle)
+        return asked
+
+    return ask
