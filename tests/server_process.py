@@ -96,10 +96,20 @@ class ServerProcess:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def get(self, path: str, key: str = "") -> Any:
-        """The JSON document that it answers with; raises httpx.HTTPError if there is none."""
+        """The JSON document that it answers with; raises httpx.HTTPError if there is none.
+
+        Asks again while the process that captures is not up yet: another one may be.
+        """
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         with self.client() as client:
-            answer = client.get(path, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60)
-            return answer.raise_for_status().json()
+            found: list[httpx.Response] = []
+
+            def answers() -> bool:
+                found[:] = [client.get(path, headers=headers, timeout=60)]
+                return found[0].status_code != 503
+
+            wait_until(answers, f"an answer to {path}", _START_S)
+            return found[0].raise_for_status().json()
 
     def client(self) -> httpx.Client:
         """Of its socket; the same in every life of a server of that name."""

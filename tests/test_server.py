@@ -1,0 +1,304 @@
+"""vLLM's own OpenAI server with the plug-in, killed with SIGKILL in mid-answer and started again.
+
+One server lives twice. The fixture asks it everything in these two lives; the tests look at what came of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from examples.openai_client import HEADER
+from tests.conftest import OnLoop
+from tests.engine_runs import ask as ask_engine
+from tests.engine_runs import greedy
+from tests.job_processes import wait_until
+from tests.server_clients import (
+    CHAT,
+    N_TOKENS,
+    REQUESTS,
+    STREAMED,
+    Asking,
+    Message,
+    ask,
+    client_of,
+    create_of,
+    in_arguments,
+)
+from tests.server_process import ServerProcess, one_process, serving
+
+FLUSH = 64
+ADA, BOB = "key-of-ada", "key-of-bob"
+CAPTURED = ("sampled", "samples", "prompts")
+"""Compared with themselves under another attempt id: they are drawn by the plug-in, which needs one."""
+
+
+@dataclass
+class Lives:
+    """What the two lives gave."""
+
+    uncut: dict[str, Message] = field(default_factory=dict)
+    carried_on: dict[str, Message] = field(default_factory=dict)
+    at_kill: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Calls with the tokens that the server had captured when it was killed, by attempt."""
+    seen: dict[str, int] = field(default_factory=dict)
+    """Tokens that a streaming client had then."""
+    known: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the second life says of each attempt."""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def lives(tiny_model: Path) -> Iterator[Lives]:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(
+        prefix="prefix-recovery-test-", dir=memory if os.access(memory, os.W_OK | os.X_OK) else None
+    ) as name:
+        folder, made = Path(name), Lives()
+        block = {"enabled": "true", "store": folder / "store", "gym.generation_chunk_flush_tokens": FLUSH}
+        settings = [f"rollout_checkpointing.{key}={value}" for key, value in block.items()]
+        keys = ["--api-key", ADA, BOB]
+        with serving(folder, "first", [*one_process(tiny_model), *keys], settings) as server:
+            first_life(server.wait_ready(), made)
+            threads = until_killed(server, made)
+        with serving(folder, "second", [*one_process(tiny_model), *keys], settings) as server:
+            server.wait_ready()
+            for thread in threads:
+                made.carried_on[thread.name] = thread.whole(server)
+                made.known[thread.name] = server.get(f"/v1/recovery/attempts/{thread.name}", ADA)
+            second_life(server, made)
+        yield made
+
+
+def first_life(server: ServerProcess, made: Lives) -> None:
+    client = client_of(server, ADA)
+    names = {kind: f"uncut-{kind}" if kind in CAPTURED else "" for kind in REQUESTS}
+    threads = []
+    for kind, request in REQUESTS.items():
+        thread = threading.Thread(
+            target=lambda kind=kind, request=request: made.uncut.__setitem__(
+                kind, ask(client, request, names[kind], stream=kind in STREAMED)
+            )
+        )
+        thread.start()
+        threads.append(thread)
+    for thread in threads:
+        thread.join()
+    made.notes["ended"] = ask(client, {**CHAT, "max_tokens": 40}, "ended", stream=True)
+    a_client_that_leaves(server, client, made)
+    two_connections(server, client, made)
+    made.notes["refused"] = refusals(client, server, "first")
+
+
+def captured(server: ServerProcess) -> int:
+    return int(server.get("/v1/recovery", ADA)["tokens_captured"])
+
+
+def a_client_that_leaves(server: ServerProcess, client: openai.OpenAI, made: Lives) -> None:
+    before = captured(server)
+    with create_of(client, CHAT)(**in_arguments(CHAT, "leaves"), stream=True) as stream:
+        for _, _chunk in zip(range(20), stream, strict=False):
+            pass
+    wait_until(lambda: server.get("/v1/recovery", ADA)["attempts_connected"] == 0, "the server sees that it left")
+    made.notes["left"] = ask(client, CHAT, "leaves", stream=False)
+    made.notes["captured_of_leaves"] = captured(server) - before
+
+
+def two_connections(server: ServerProcess, client: openai.OpenAI, made: Lives) -> None:
+    """The engine stands still meanwhile: the first one cannot have ended before the second comes."""
+    before = captured(server)
+    stream = iter(create_of(client, CHAT)(**CHAT, stream=True, extra_headers={HEADER: "twice"}))
+    for _ in range(20):
+        next(stream)
+    with standing_still(server):
+        second = Asking(client, CHAT, "twice", stream=True)
+        second.start()
+        with pytest.raises(openai.APIError) as caught:
+            for _ in stream:
+                pass
+    made.notes["taken_over"] = caught.value.code
+    made.notes["taking_over"] = second.whole(server)
+    made.notes["captured_of_twice"] = captured(server) - before
+
+
+class standing_still:
+    """No engine process of this server runs in the block."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._pids = server.engine_pids()
+        assert self._pids
+
+    def __enter__(self) -> None:
+        for pid in self._pids:
+            os.kill(pid, signal.SIGSTOP)
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self._pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def refusals(client_of_ada: openai.OpenAI, server: ServerProcess, life: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def refused(name: str, by: openai.OpenAI, request: dict[str, Any], attempt: str) -> None:
+        with pytest.raises(openai.APIStatusError) as caught:
+            ask(by, request, attempt, stream=False)
+        error = caught.value.response.json()["error"]
+        found[name] = (caught.value.status_code, error["code"], error["message"])
+
+    short = {**CHAT, "max_tokens": 40}
+    patient = client_of(server, ADA, retries=5)
+    refused("another key", client_of(server, BOB, retries=5), short, "ended")
+    refused("another request", patient, {**short, "temperature": 0.5, "max_tokens": 41}, "ended")
+    refused("malformed", patient, short, "white space")
+    refused("two names", patient, in_arguments(short, "one"), "other")
+    refused("too cold", patient, {**short, "temperature": -3}, f"mistaken-{life}")
+    mended = ask(client_of_ada, short, f"mistaken-{life}", stream=False)
+    found["mended"] = mended.said() == ask(client_of_ada, short, stream=False).said()
+    return found
+
+
+def until_killed(server: ServerProcess, made: Lives) -> list[Asking]:
+    """Clients of every kind in mid-answer, and SIGKILL.
+
+    The engine is stopped first, it is noted what was captured, and then everything is left to settle: what was noted is
+    more than what is durable by less than a flush, whatever a busy machine had no time for.
+    """
+    with standing_still(server):
+        threads = []
+        for kind, request in REQUESTS.items():
+            client = client_of(server, ADA, retries=200)
+            threads.append(Asking(client, request, f"cut-{kind}", stream=kind in STREAMED))
+            threads[-1].start()
+        n = len(REQUESTS)
+        wait_until(lambda: server.get("/v1/recovery", ADA)["attempts_connected"] == n, f"{n} clients are there")
+    streaming = [thread for thread in threads if thread.name.removeprefix("cut-") in STREAMED]
+    enough = FLUSH + 16
+    wait_until(lambda: all(thread.message.n_tokens >= enough for thread in streaming), f"{enough} tokens each")
+    with standing_still(server):
+        made.seen = {thread.name: thread.message.n_tokens for thread in streaming}
+        for thread in threads:
+            made.at_kill[thread.name] = server.get(f"/v1/recovery/attempts/{thread.name}", ADA)["calls"]
+        wait_until(lambda: settled(server), "what was captured is stored")
+        server.kill()
+    return threads
+
+
+def settled(server: ServerProcess) -> bool:
+    status = server.get("/v1/recovery", ADA)
+    return status["tokens_pending"] < FLUSH and not status["flushing"]
+
+
+def second_life(server: ServerProcess, made: Lives) -> None:
+    client = client_of(server, ADA)
+    before, short = captured(server), {**CHAT, "max_tokens": 40}
+    made.notes["ended again"] = ask(client, short, "ended", stream=True)
+    made.notes["ended whole"] = ask(client, short, "ended", stream=False)
+    made.notes["captured_of_ended"] = captured(server) - before
+    made.notes["refused after"] = refusals(client, server, "second")
+    with server.client() as http:
+        answer = http.delete("/v1/recovery/attempts/ended", headers={"Authorization": f"Bearer {BOB}"})
+        made.notes["delete by bob"] = answer.status_code
+        answer = http.delete("/v1/recovery/attempts/ended", headers={"Authorization": f"Bearer {ADA}"})
+        made.notes["delete by ada"] = answer.status_code
+        made.notes["without a key"] = http.get("/v1/recovery").status_code
+    made.notes["new"] = ask(client, {**short, "temperature": 0.5}, "ended", stream=False).n_tokens
+    made.notes["status"] = server.get("/v1/recovery", ADA)
+
+
+@pytest.mark.parametrize("kind", sorted(set(REQUESTS) - {"unseeded"}))
+def test_a_client_sees_one_whole_message_across_a_kill(lives: Lives, kind: str) -> None:
+    """B18: text, tokens, logprobs, tool calls and samples are those of a server that was never killed."""
+    assert lives.carried_on[f"cut-{kind}"].said() == lives.uncut[kind].said()
+    assert lives.carried_on[f"cut-{kind}"].usage == lives.uncut[kind].usage
+    ids = {one.partition("-")[2] for one in lives.carried_on[f"cut-{kind}"].ids}
+    assert ids == {f"cut-{kind}"}, "the response's id is one, and follows from the attempt"
+
+
+def test_b18_what_is_drawn_without_a_seed_goes_on_as_it_began(lives: Lives) -> None:
+    """The client compares each telling with what it had; there is nothing else to compare with."""
+    assert lives.carried_on["cut-unseeded"].finish == {0: "length"}
+    assert lives.carried_on["cut-unseeded"].n_tokens == N_TOKENS
+    assert lives.carried_on["cut-unseeded"].said() != lives.uncut["unseeded"].said()
+
+
+def test_a_kill_costs_less_than_a_flush(lives: Lives) -> None:
+    """Tokens that the first life had captured when it was killed, and the second one generated again."""
+    assert set(lives.at_kill) == {f"cut-{kind}" for kind in REQUESTS}
+    for attempt, calls in lives.at_kill.items():
+        after = {call["name"]: call for call in lives.known[attempt]["calls"]}
+        assert {call["name"] for call in calls} <= set(after)
+        for call in calls:
+            kept = call["n_tokens"] if call["finish_reason"] else after[call["name"]]["resumed_at"][-1]
+            print(f"{call['name']}: {call['n_tokens']} captured, {kept} kept")
+            assert call["n_tokens"] - kept < FLUSH
+        assert lives.seen.get(attempt, 0) <= max(call["n_tokens"] for call in calls)
+
+
+def test_a_tool_call_is_told_once(lives: Lives) -> None:
+    message = lives.carried_on["cut-tool"]
+    assert message.tools == ["weather"]
+    assert message.arguments[0].lstrip()[:1] in ("", "{")  # whole JSON it is not: the grammar lets it write white space
+
+
+def test_b18_the_server_answers_as_the_engine_in_this_process(lives: Lives, engine: Any, on_loop: OnLoop[Any]) -> None:
+    """B18: resumed through the server, and uninterrupted in process: the same tokens."""
+    prompt = lives.carried_on["cut-whole"].prompt_ids
+    assert prompt
+    answer = on_loop(ask_engine(engine, prompt, greedy(N_TOKENS), "b18"))
+    assert lives.carried_on["cut-whole"].token_ids == {0: answer.token_ids}
+    assert lives.carried_on["cut-whole"].text == {0: answer.text}
+
+
+def test_an_ended_message_is_answered_from_the_store(lives: Lives) -> None:
+    wanted = lives.notes["ended"].said()
+    assert lives.notes["ended again"].said() == wanted
+    assert lives.notes["ended whole"].said() == wanted
+    assert lives.notes["captured_of_ended"] == 0
+
+
+def test_a_client_that_leaves_loses_nothing(lives: Lives) -> None:
+    """Every token is generated once, in the two connections together."""
+    assert lives.notes["left"].token_ids[0] == lives.uncut["greedy"].token_ids[0]
+    assert lives.notes["captured_of_leaves"] == N_TOKENS
+
+
+def test_of_two_connections_the_newer_is_served(lives: Lives) -> None:
+    assert lives.notes["taken_over"] == "attempt_taken_over"
+    assert lives.notes["taking_over"].token_ids[0] == lives.uncut["greedy"].token_ids[0]
+    assert lives.notes["captured_of_twice"] == N_TOKENS
+
+
+@pytest.mark.parametrize("when", ["refused", "refused after"])
+def test_an_attempt_is_one_request_of_one_key(lives: Lives, when: str) -> None:
+    """Refused by name, also by a server that knows the attempt from its store alone; nothing is retried."""
+    found = lives.notes[when]
+    assert found["another key"][:2] == (403, "attempt_of_another_key")
+    assert found["another request"][:2] == (422, "attempt_of_another_request")
+    assert "max_tokens, temperature" in found["another request"][2]
+    assert found["malformed"][:2] == (400, "attempt_id_malformed")
+    assert found["two names"][:2] == (400, "attempt_id_twice")
+    assert found["too cold"][0] == 400
+    assert found["mended"], "a request that was never served does not keep its attempt id"
+
+
+def test_an_attempt_is_forgotten_by_its_owner_alone(lives: Lives) -> None:
+    assert (lives.notes["delete by bob"], lives.notes["delete by ada"]) == (403, 200)
+    assert lives.notes["new"] == 40
+    assert lives.notes["without a key"] == 401
+
+
+def test_what_the_server_says_of_itself(lives: Lives) -> None:
+    status = lives.notes["status"]
+    assert status["epoch"] == 2
+    assert status["failure"] is None and not status["troubles"]
+    assert not status["uncaptured"] and not status["restart_only"]
