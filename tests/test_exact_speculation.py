@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import OnLoop
-from tests.engine_runs import ask, assert_same, capturing, cut_everywhere, greedy, put_cut
+from tests.engine_runs import ask, capturing, cut_everywhere, greedy, put_cut
 
 REPEATING = [185, 506, 103, 35] * 8
 """What an n-gram proposer finds again."""
