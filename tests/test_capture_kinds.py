@@ -100,6 +100,30 @@ def test_restart_only_kinds_begin_again_by_their_name(
     on_loop(scenario())
 
 
+def test_v15_on_an_engine_that_reports_experts_a_call_begins_again_by_that_name(
+    engine: Any, on_loop: OnLoop[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the request: the engine's own configuration says so. (It does not start here with it: decision 0026.)"""
+    from vllm.config.aux_output import AuxOutputConfig
+
+    name, params = "enable_return_routed_experts", greedy(240)
+    monkeypatch.setattr(engine.vllm_config, "aux_output_config", AuxOutputConfig(**{name: True}))
+
+    async def scenario() -> None:
+        with pytest.warns(UserWarning, match=f"a request with {name} starts again after a crash"):
+            async with capturing(engine, tmp_path, flush=4) as (wrapped, session):
+                got = await abort_after(wrapped, PROMPT, params, "r", 6)
+        assert got
+        async with capturing(engine, tmp_path) as (wrapped, session):
+            with pytest.warns(UserWarning, match=name):
+                answer = await ask(wrapped, PROMPT, params, "r")
+            (event,) = session.stored.history(call_id_of("r", PROMPT, params))
+            assert event.reason == f"{name}: {resume_table.why(name)}"
+        assert_same(answer, await ask(engine, PROMPT, params, "bare"), tolerance=2e-5)
+
+    on_loop(scenario())
+
+
 def test_restart_only_calls_begin_again_after_an_abort_too(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
     """Within one session: the tokens of the aborted attempt are replaced, in the table and in the store."""
     params = greedy(240, routed_experts_prompt_start=1)
