@@ -172,11 +172,12 @@ class Served:
             await send({"type": "http.response.body", "body": b"{}"})
             return
         serving = asyncio.ensure_future(self._send(stream, body.get("stream"), send))
-        leaving = asyncio.ensure_future(receive())
+        leaving = [asyncio.ensure_future(receive()) for _ in range(2)]  # vLLM's handler listens, and its response too
         try:
-            await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((serving, *leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            leaving.cancel()
+            for one in leaving:
+                one.cancel()
             if not self.lazy:
                 serving.cancel()  # a lazy one leaves its task behind, as merged streams of several prompts do
         if serving.done() and not serving.cancelled():

@@ -74,18 +74,22 @@ class RelayServer:
             if request is None:
                 return
             body: list[bytes] = [request["body"]]
+            leaving = asyncio.ensure_future(_end_of(reader))
 
             async def receive() -> dict[str, Any]:
                 if body:
                     return {"type": "http.request", "body": body.pop(), "more_body": False}
-                await reader.read()  # nothing more is sent: it ends when the other side leaves
+                await asyncio.wait((leaving,))  # by several at once: vLLM's handlers listen, and their responses too
                 return {"type": "http.disconnect"}
 
             async def send(message: dict[str, Any]) -> None:
                 await _write(writer, message)
 
             scope = {**request["scope"], **self._own, "headers": [tuple(pair) for pair in request["scope"]["headers"]]}
-            await self._app(scope, receive, send)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                leaving.cancel()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # whoever handed it on is gone, and its client with it
         finally:
@@ -146,6 +150,12 @@ async def _answer(reader: asyncio.StreamReader, send: Send) -> None:
         await send(message)
     if not over:
         raise ConnectionError("the API server process that captures broke off its answer")
+
+
+async def _end_of(reader: asyncio.StreamReader) -> None:
+    """Nothing more is sent: it ends when the other side leaves."""
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
 
 
 async def _left(receive: Receive) -> None:
