@@ -19,7 +19,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from recovery.model import DROPPED, CallId, ChunkRef, Identity, LedgerRow, PolicyVersion, RecordRef, Restore
+from recovery.model import DROPPED, OPEN, CallId, ChunkRef, Identity, LedgerRow, PolicyVersion, RecordRef, Restore
 
 PACKED = np.dtype(
     [
@@ -287,6 +287,11 @@ class LedgerRows(Sequence[LedgerRow]):
             state == DROPPED or not (kept or identity is None or history is None)
             for state, kept, identity, history in columns
         ]
+
+    def open_segments(self) -> set[int]:
+        """Numbers of the segments in which the rows of open calls list chunks."""
+        is_open = np.repeat(np.array(self.states, np.uint8) == OPEN, self.n_chunks)
+        return set(np.unique(self.chunks["segment"][is_open]).tolist())
 
     def segments(self) -> set[int]:
         """Numbers of the segments that the rows mention."""

@@ -69,6 +69,20 @@ class EncodedSegment:
     info: SegmentInfo
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentPart:
+    """Some records of a segment, which follow one another, still encoded.
+
+    `unpack` may be called in any thread, and leaves the interpreter to others for most of its time. What it returns
+    makes the records, all of them checked, and needs the interpreter throughout. Both raise what `decode` does.
+    """
+
+    n_records: int
+    unpack: Callable[[], Callable[[Array | None], Records]]
+    """Asked with the numbers of the records that will be used, or None for all. Of other chunks the digest is not
+    computed; that their bytes are those that were written is known."""
+
+
 class SegmentCodec(Protocol):
     """Records to one immutable object and back."""
 
@@ -86,14 +100,8 @@ class SegmentCodec(Protocol):
         Raises Damaged or FormatNotUnderstood on anything mangled; never crashes.
         """
 
-    def decode_parts(
-        self, data: bytes, info: SegmentInfo | None, wanted: Array | None = None
-    ) -> Sequence[Callable[[], Records]]:
-        """The same as work to be done, in any thread: each makes some of the records, in order, or raises.
-
-        What is checked of the segment as a whole was checked before. `wanted`: numbers of the records that will be
-        used. Of other chunks the digest is not computed; that their bytes are those that were written is known.
-        """
+    def parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[SegmentPart]:
+        """The same as work to be done, part by part. What is checked of the segment as a whole was checked before."""
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         """Records of one batch, from the bytes of that batch alone."""

@@ -13,21 +13,16 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 
 from recovery.errors import CredentialsRefused, Damaged, DigestMismatch, ObjectMissing
 from recovery.gathering import Gathering, Transcripts
 from recovery.layout import SEGMENTS
 from recovery.ledger import Entry, Ledger
-from recovery.model import Array, SegmentInfo
+from recovery.model import SegmentInfo
 from recovery.ports import ObjectStore, SegmentCodec
+from recovery.read_ahead import ReadAhead
 from recovery.records import Records
-
-READERS, AHEAD, AHEAD_NBYTES = 3, 8, 64 << 20
-"""Threads that read and decode; so many segments are begun at a time, and more than one only while together they are
-not longer than this. More segments than threads: what of the first takes long does not keep the others waiting."""
 
 
 def read_segment(store: ObjectStore, codec: SegmentCodec, info: SegmentInfo) -> Records:
@@ -43,39 +38,16 @@ def read_transcripts(
 
     `columns`: whether wide columns are wanted; they may be many times the size of the rest.
     """
+    with ReadAhead(store, codec) as ahead:
+        return gathered(ahead, ledger, entries, columns=columns)
+
+
+def gathered(ahead: ReadAhead, ledger: Ledger, entries: Iterable[Entry], *, columns: bool = True) -> Transcripts:
+    """The same, of segments some of which may have been expected."""
     gathering = Gathering(ledger, list(entries), columns=columns)
-    wanted = [(ledger.segment(key), gathering.wanted(key)) for key in gathering.segments]
-    for info, parts in _read_ahead(store, codec, wanted):
-        gathering.take(info.key, parts)
+    for info, segment in ahead.segments(map(ledger.segment, gathering.segments)):
+        gathering.take(info.key, list(segment.records(gathering.wanted(info.key))))
     return gathering.transcripts()
-
-
-def _read_ahead(
-    store: ObjectStore, codec: SegmentCodec, segments: Iterable[tuple[SegmentInfo, Array]]
-) -> Iterator[tuple[SegmentInfo, list[Records]]]:
-    """Segments in order, the next ones being read and decoded meanwhile; of each, which records will be used."""
-    waiting = deque(segments)
-    reading: deque[tuple[SegmentInfo, Future[list[Future[Records]]]]] = deque()
-    pool = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
-
-    def read(info: SegmentInfo, wanted: Array) -> list[Future[Records]]:
-        data = store.get(info.key, 0, info.nbytes + 1)
-        return [pool.submit(part) for part in codec.decode_parts(data, info, wanted)]
-
-    try:
-        while waiting or reading:
-            ahead = sum(info.nbytes for info, _ in reading)
-            while waiting and len(reading) < AHEAD:
-                info, wanted = waiting[0]
-                ahead += info.nbytes
-                if reading and ahead > AHEAD_NBYTES:
-                    break
-                waiting.popleft()
-                reading.append((info, pool.submit(read, info, wanted)))
-            info, parts = reading.popleft()
-            yield info, [part.result() for part in parts.result()]
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def missing_segments(store: ObjectStore, infos: Mapping[str, SegmentInfo]) -> list[Damaged]:

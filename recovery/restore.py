@@ -43,10 +43,11 @@ from recovery.log_reading import walk_back
 from recovery.model import OPEN
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.publication import Publication
-from recovery.reading import missing_segments, read_transcripts
+from recovery.read_ahead import ReadAhead
+from recovery.reading import gathered, missing_segments, read_transcripts
 from recovery.restored import PassedOver, Restored, RestoredCall, planned, without_collections
 from recovery.resume import StopRules
-from recovery.snapshots import Loaded, Snapshot, load
+from recovery.snapshots import LedgerObject, Loaded, Snapshot, load
 
 DELETES_PER_RESTORE = 256
 """So that a great deal of garbage does not keep a job from starting; the rest goes with its first snapshots."""
@@ -182,8 +183,27 @@ def _verify(
     must: Mapping[str, Any] | None,
     collected: set[str],
 ) -> tuple[Loaded, Transcripts]:
+    with ReadAhead(store, segments) as ahead:
+        return _verified(store, ledgers, slot, must, collected, ahead)
+
+
+def _verified(
+    store: ObjectStore,
+    ledgers: LedgerCodec,
+    slot: Slot,
+    must: Mapping[str, Any] | None,
+    collected: set[str],
+    ahead: ReadAhead,
+) -> tuple[Loaded, Transcripts]:
     snapshot = Snapshot.from_slot(slot)
-    loaded = load(store, ledgers, snapshot)
+
+    def first(newest: LedgerObject) -> None:
+        """Segments that open calls grew into last are read while the rest of the ledger is."""
+        if must is None or slot.body.get("fingerprint") == fingerprint(must):
+            segments, numbers = newest.header["segments"], newest.rows.open_segments()
+            ahead.expect(info for number, info in segments.items() if number in numbers)
+
+    loaded = load(store, ledgers, snapshot, first)
     if must is not None:
         check_fingerprint(loaded, must)
     ledger = loaded.ledger
@@ -196,7 +216,7 @@ def _verify(
     wrong = missing_segments(store, {key: ledger.segment(key) for key in ledger.segments_in_use()})
     if wrong:
         raise wrong[0]
-    return loaded, read_transcripts(store, segments, ledger, (e for e in ledger if e.state == OPEN))
+    return loaded, gathered(ahead, ledger, (e for e in ledger if e.state == OPEN))
 
 
 def restore(

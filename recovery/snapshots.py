@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,10 +184,17 @@ def parent_of(item: LedgerObject, head: LedgerObject) -> ObjectRef:
     return parent
 
 
-def read_ledger_objects(store: ObjectStore, codec: LedgerCodec, head: ObjectRef) -> list[LedgerObject]:
-    """The objects of the ledger of which `head` is the newest, oldest first. Raises like `read_ledger_object`."""
+def read_ledger_objects(
+    store: ObjectStore, codec: LedgerCodec, head: ObjectRef, first: Callable[[LedgerObject], None] | None = None
+) -> list[LedgerObject]:
+    """The objects of the ledger of which `head` is the newest, oldest first. Raises like `read_ledger_object`.
+
+    `first` is shown the newest object before the others are read.
+    """
     names = Names()
     found = [read_ledger_object(store, codec, head, names)]
+    if first is not None:
+        first(found[0])
     for _ in range(found[0].header["depth"]):
         found.append(read_ledger_object(store, codec, parent_of(found[-1], found[0]), names))
     return found[::-1]
@@ -227,9 +234,14 @@ class Loaded:
         return dict(self.objects[-1].header.get("flushed", {}))
 
 
-def load(store: ObjectStore, codec: LedgerCodec, snapshot: Snapshot) -> Loaded:
-    """Ledger and states of one snapshot. Raises Damaged and its kin where anything does not check."""
-    objects = read_ledger_objects(store, codec, snapshot.ledger)
+def load(
+    store: ObjectStore, codec: LedgerCodec, snapshot: Snapshot, first: Callable[[LedgerObject], None] | None = None
+) -> Loaded:
+    """Ledger and states of one snapshot. Raises Damaged and its kin where anything does not check.
+
+    `first`: as of read_ledger_objects.
+    """
+    objects = read_ledger_objects(store, codec, snapshot.ledger, first)
     ledger = Ledger.from_objects((item.header, item.rows) for item in objects)
     states = {name: get_object(store, ref, MAX_JSON_BYTES) for name, ref in snapshot.states.items()}
     return Loaded(snapshot, ledger, objects, states)

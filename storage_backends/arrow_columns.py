@@ -118,16 +118,6 @@ def versions(lineage: pa.Array, number: pa.Array, wanted: Array) -> tuple[list[t
     return found, at, wrong
 
 
-def divided(numbers: Array | None, lengths: Sequence[int]) -> list[Array | None]:
-    """Of parts of these lengths the numbers that lie in each, counted from its first; None stands for all."""
-    if numbers is None:
-        return [None] * len(lengths)
-    bounds = np.concatenate([[0], np.cumsum(lengths)])
-    found = np.sort(numbers)
-    cuts = np.searchsorted(found, bounds)
-    return [found[begin:end] - first for begin, end, first in zip(cuts, cuts[1:], bounds, strict=False)]
-
-
 def list_values(column: pa.Array, name: str, what: str) -> tuple[pa.Array, Array]:
     """All elements of a column of lists, and offsets() into them; for one that is null, any stretch."""
     if len(column) == 0:

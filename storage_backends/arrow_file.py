@@ -221,7 +221,8 @@ def read_group(data: bytes, schema: Frame, group: Group, what: str) -> pa.Record
     if begin == schema.offset + schema.length:
         stream = pa.py_buffer(data)[schema.offset : end]
     else:
-        stream = pa.py_buffer(data[schema.offset : schema.offset + schema.length] + data[begin:end])
+        whole = memoryview(data)
+        stream = pa.py_buffer(b"".join((whole[schema.offset : schema.offset + schema.length], whole[begin:end])))
     try:
         with pa.ipc.open_stream(stream, options=pa.ipc.IpcReadOptions(use_threads=False)) as reader:
             table = reader.read_all()

@@ -168,7 +168,7 @@ def from_batch(batch: pa.RecordBatch, what: str, wanted: Array | None = None) ->
     }
     bodies = _Bodies(where, taken["token_ids"], token_at)
     texts = body.to_pylist()
-    requests = {at: bodies.request(at, texts[at]) for at in np.flatnonzero(kinds == OPENED).tolist()}
+    requests = bodies.requests(np.flatnonzero(kinds == OPENED).tolist(), texts)
     ends = {at: bodies.end(at, texts[at]) for at in np.flatnonzero(kinds == ENDED).tolist()}
     computed = digests(request_digests=bodies.digests, **taken, wanted=wanted)
     looked_at = kinds == OPENED
@@ -260,25 +260,29 @@ class _Bodies:
         self._known: dict[tuple[bytes, bytes], tuple[dict[str, Any], dict[str, Any], bytes]] = {}
         self.digests: dict[int, bytes] = {}
 
-    def request(self, at: int, text: str) -> Request:
-        first, last = self._token_at[at], self._token_at[at + 1]
-        try:
-            body = _REQUEST_BODY.decode(text)
-            asked = bytes(body.sampling), bytes(body.extra)
-            sampling, extra, content = self._known.get(asked) or self._read(*asked)
-        except (ValueError, RecursionError, Damaged) as error:
-            self._where.at = at
-            raise Damaged(f"{self._where}: its request cannot be read: {error}") from error
-        self.digests[at] = request_digest_of(self._token_bytes[4 * first : 4 * last], content)
-        return Request(
-            rollout=body.rollout,
-            turn=body.turn,
-            prompt_token_ids=self._tokens[first:last],
-            sampling=sampling,
-            restart_only=body.restart_only,
-            source_digest=body.source_digest,
-            extra=extra,
-        )
+    def requests(self, rows: Sequence[int], texts: Sequence[str]) -> dict[int, Request]:
+        tokens, token_bytes, token_at, known = self._tokens, self._token_bytes, self._token_at, self._known
+        decode, found, digests = _REQUEST_BODY.decode, {}, self.digests
+        for at in rows:
+            first, last = token_at[at], token_at[at + 1]
+            try:
+                body = decode(texts[at])
+                asked = bytes(body.sampling), bytes(body.extra)
+                sampling, extra, content = known.get(asked) or self._read(*asked)
+            except (ValueError, RecursionError, Damaged) as error:
+                self._where.at = at
+                raise Damaged(f"{self._where}: its request cannot be read: {error}") from error
+            digests[at] = request_digest_of(token_bytes[4 * first : 4 * last], content)
+            found[at] = Request(
+                rollout=body.rollout,
+                turn=body.turn,
+                prompt_token_ids=tokens[first:last],
+                sampling=sampling,
+                restart_only=body.restart_only,
+                source_digest=body.source_digest,
+                extra=extra,
+            )
+        return found
 
     def _read(self, sampling: bytes, extra: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
         """Two JSON objects and their asked_content(). The requests of a job are alike: each is parsed once a batch."""

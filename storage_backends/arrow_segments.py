@@ -23,10 +23,10 @@ import pyarrow as pa
 
 from recovery.errors import Damaged
 from recovery.model import BatchInfo, Record, SegmentInfo
-from recovery.ports import EncodedSegment
+from recovery.ports import EncodedSegment, SegmentPart
 from recovery.records import Records
 from storage_backends import arrow_file, arrow_wide, strict_json
-from storage_backends.arrow_columns import Array, divided
+from storage_backends.arrow_columns import Array
 from storage_backends.arrow_records import from_batch, schema_fields, to_arrays
 from storage_backends.sums import check_bytes, crc32c, crc_from_key
 
@@ -87,11 +87,9 @@ class ArrowSegmentCodec:
         return SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos, wide=types)
 
     def decode(self, data: bytes, info: SegmentInfo | None) -> Records:
-        return Records.joined([part() for part in self.decode_parts(data, info)])
+        return Records.joined([part.unpack()(None) for part in self.parts(data, info)])
 
-    def decode_parts(
-        self, data: bytes, info: SegmentInfo | None, wanted: Array | None = None
-    ) -> Sequence[Callable[[], Records]]:
+    def parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[SegmentPart]:
         what = "a segment" if info is None else f"segment {info.key}"
         if info is not None:
             check_bytes(data, nbytes=info.nbytes, crc32c=info.crc32c, what=what)
@@ -104,8 +102,9 @@ class ArrowSegmentCodec:
             found = [(f.offset, f.length, n) for f, n in zip(parts.batches, lengths, strict=True)]
             if told != found or types != info.wide:
                 raise Damaged(f"{what} is not divided into batches, or has not the wide columns, as recorded")
-        own = divided(wanted, [sum(group.lengths) for group in groups])
-        return [partial(_read, data, parts.schema, *each, what) for each in zip(groups, own, strict=True)]
+        return [
+            SegmentPart(sum(group.lengths), partial(_unpacked, data, parts.schema, group, what)) for group in groups
+        ]
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         if not 0 <= batch < len(info.batches):
@@ -120,8 +119,10 @@ class ArrowSegmentCodec:
         return from_batch(found, what)
 
 
-def _read(data: bytes, schema: arrow_file.Frame, group: arrow_file.Group, wanted: Array | None, what: str) -> Records:
-    return from_batch(arrow_file.read_group(data, schema, group, what), what, wanted)
+def _unpacked(
+    data: bytes, schema: arrow_file.Frame, group: arrow_file.Group, what: str
+) -> Callable[[Array | None], Records]:
+    return partial(from_batch, arrow_file.read_group(data, schema, group, what), what)
 
 
 def _types_of_file(data: bytes, parts: arrow_file.Parts, what: str) -> tuple[str, ...]:

@@ -10,13 +10,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Literal
 
 from recovery.errors import ConfigError, Damaged, FormatNotUnderstood
-from recovery.model import Array, Record, SegmentInfo
-from recovery.ports import EncodedSegment, SegmentCodec
+from recovery.model import Record, SegmentInfo
+from recovery.ports import EncodedSegment, SegmentCodec, SegmentPart
 from recovery.records import Records
 
 CodecName = Literal["arrow", "zarr"]
@@ -67,11 +67,9 @@ class MixedSegmentCodec:
         codec = _codec_of_bytes(data) if info is None else codec_of_key(info.key)
         return codec.decode(data, info)
 
-    def decode_parts(
-        self, data: bytes, info: SegmentInfo | None, wanted: Array | None = None
-    ) -> Sequence[Callable[[], Records]]:
+    def parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[SegmentPart]:
         codec = _codec_of_bytes(data) if info is None else codec_of_key(info.key)
-        return codec.decode_parts(data, info, wanted)
+        return codec.parts(data, info)
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         return codec_of_key(info.key).decode_batch(data, info, batch)

@@ -93,15 +93,13 @@ def batch_shape(metadata: bytes, message: MessageShape, body: memoryview) -> Bat
     for offset, length in zip(numbers[::2], numbers[1::2], strict=True):
         if offset < 0 or length < 0 or offset + length > end:
             raise ValueError("a buffer lies outside the batch")
-        nbytes += _becomes(body, offset, length) if compression and length else length
+        if not compression or not length:
+            nbytes += length
+            continue
+        if length < 8:
+            raise ValueError("a compressed buffer is too short")
+        claimed = _INT64(body, offset)[0]
+        if claimed < -1:
+            raise ValueError("a compressed buffer claims a negative length")
+        nbytes += length - 8 if claimed == -1 else claimed  # -1 marks one that is stored as it is
     return BatchShape(n_rows, nbytes)
-
-
-def _becomes(body: memoryview, offset: int, length: int) -> int:
-    """How long a compressed buffer says it is when decompressed; -1 marks one that is stored as it is."""
-    if length < 8:
-        raise ValueError("a compressed buffer is too short")
-    claimed: int = _INT64(body, offset)[0]
-    if claimed < -1:
-        raise ValueError("a compressed buffer claims a negative length")
-    return length - 8 if claimed == -1 else claimed

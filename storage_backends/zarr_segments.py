@@ -26,10 +26,10 @@ import numpy as np
 
 from recovery.errors import Damaged
 from recovery.model import BatchInfo, Record, SegmentInfo
-from recovery.ports import EncodedSegment
+from recovery.ports import EncodedSegment, SegmentPart
 from recovery.records import Records
 from storage_backends import arrow_wide, zarr_arrays, zarr_batches, zarr_zip
-from storage_backends.arrow_columns import Array, divided
+from storage_backends.arrow_columns import Array
 from storage_backends.arrow_records import from_batch, to_arrays
 from storage_backends.sums import check_bytes, crc32c, crc_from_key
 from storage_backends.zarr_arrays import RECORDS_PER_BATCH, Layout
@@ -97,11 +97,9 @@ class ZarrSegmentCodec:
         return SegmentInfo(key=key, nbytes=len(data), crc32c=total, batches=infos, wide=layout.types)
 
     def decode(self, data: bytes, info: SegmentInfo | None) -> Records:
-        return Records.joined([part() for part in self.decode_parts(data, info)])
+        return Records.joined([part.unpack()(None) for part in self.parts(data, info)])
 
-    def decode_parts(
-        self, data: bytes, info: SegmentInfo | None, wanted: Array | None = None
-    ) -> Sequence[Callable[[], Records]]:
+    def parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[SegmentPart]:
         what = "a segment" if info is None else f"segment {info.key}"
         if info is not None:
             check_bytes(data, nbytes=info.nbytes, crc32c=info.crc32c, what=what)
@@ -111,8 +109,7 @@ class ZarrSegmentCodec:
             found = [(batch.begin, batch.stop - batch.begin, batch.n_records) for batch in batches]
             if told != found or layout.types != info.wide:
                 raise Damaged(f"{what} is not divided into batches, or has not the wide columns, as recorded")
-        own = divided(wanted, [batch.n_records for batch in batches])
-        return [partial(_read, batch, layout, numbers, what) for batch, numbers in zip(batches, own, strict=True)]
+        return [SegmentPart(batch.n_records, partial(_unpacked, batch, layout, what)) for batch in batches]
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         if not 0 <= batch < len(info.batches):
@@ -126,9 +123,9 @@ class ZarrSegmentCodec:
         return from_batch(from_columns(columns, info.wide, what), what)
 
 
-def _read(batch: _Batch, layout: Layout, wanted: Array | None, what: str) -> Records:
+def _unpacked(batch: _Batch, layout: Layout, what: str) -> Callable[[Array | None], Records]:
     columns = zarr_batches.read_columns(batch.runs, batch.n_records, layout, what)
-    return from_batch(from_columns(columns, layout.types, what), what, wanted)
+    return partial(from_batch, from_columns(columns, layout.types, what), what)
 
 
 def _open(data: bytes, what: str) -> tuple[Layout, list[_Batch]]:

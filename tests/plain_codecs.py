@@ -10,8 +10,7 @@ import base64
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import numpy as np
 from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood
 from recovery.ledger_columns import LedgerRows, Names
 from recovery.model import (
-    Array,
     BatchInfo,
     CallId,
     Chunk,
@@ -35,7 +33,7 @@ from recovery.model import (
     Resumed,
     SegmentInfo,
 )
-from recovery.ports import EncodedSegment
+from recovery.ports import EncodedSegment, SegmentPart
 from recovery.records import Records
 
 
@@ -134,11 +132,13 @@ class PlainSegments:
             raise DigestMismatch(f"{info.key} is not what was written")
         return Records.of([_record_from_json(value) for value in json.loads(data)])
 
-    def decode_parts(
-        self, data: bytes, info: SegmentInfo | None, wanted: Array | None = None
-    ) -> Sequence[Callable[[], Records]]:
+    def parts(self, data: bytes, info: SegmentInfo | None) -> Sequence[SegmentPart]:
         """One record at a time, each with its digest."""
-        return [partial(Records.of, [record]) for record in self.decode(data, info)]
+
+        def part(record: Record) -> SegmentPart:
+            return SegmentPart(1, lambda: lambda wanted: Records.of([record]))
+
+        return [part(record) for record in self.decode(data, info)]
 
     def decode_batch(self, data: bytes, info: SegmentInfo, batch: int) -> Records:
         return self.decode(data, info)

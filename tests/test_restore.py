@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -225,6 +226,44 @@ def test_k8_another_fingerprint_is_refused_with_its_fields_and_exit_code_15() ->
     assert "tokenizer: None in the store, ['x'] here" in str(caught.value)
     assert [item for item in store.list("") if not item.key.startswith("log/")] == before
     assert Life(store, 3).run_to_end() == reference_answers()
+
+
+def test_k8_of_another_jobs_snapshot_no_segment_is_read() -> None:
+    counting = CountingStore(MemoryStore())
+    worked(counting)
+    counting.log.clear()
+    with pytest.raises(FingerprintMismatch):
+        Life(counting, 2, must={"model": "other"})
+    assert not [call for call in counting.log if call.verb == "get" and call.key.startswith("seg/")]
+    Life(counting, 3)
+    read = [call.key for call in counting.log if call.verb == "get" and call.key.startswith("seg/")]
+    assert read, "or this test could not fail"
+
+
+def test_segments_are_read_while_the_ledger_still_is() -> None:
+    """Before an older object of the ledger is there, those are begun that the newest one says open calls grew into."""
+
+    class Waits(MemoryStore):
+        """The second object of the ledger comes when a segment was asked for."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.ledgers, self.begun = 0, threading.Event()
+
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            if key.startswith("seg/"):
+                self.begun.set()
+            self.ledgers += key.startswith("ledger/")
+            if self.ledgers == 2 and not self.begun.wait(120):
+                raise AssertionError("no segment was begun before the second object of the ledger was read")
+            return super().get(key, start, end)
+
+    store = Waits()
+    worked(store)
+    store.ledgers = 0
+    store.begun.clear()
+    assert Life(store, 2).run_to_end() == reference_answers()
+    assert store.ledgers > 1, "or this test could not fail"
 
 
 def test_differences_are_those_of_json_not_of_python() -> None:

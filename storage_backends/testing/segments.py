@@ -194,9 +194,12 @@ class SegmentConformance:
         assert codec.describe(info.key, segment.data) == info
         assert [plain(record) for record in codec.decode(segment.data, info)] == expected
         assert [plain(record) for record in codec.decode(segment.data, None)] == expected
-        for wanted in (None, np.arange(0, len(records), 2), np.array([], np.int64)):
-            parts = codec.decode_parts(segment.data, info, wanted)
-            assert [plain(record) for part in parts for record in part()] == expected
+        for step in (None, 2, len(records) + 1):
+            parts = codec.parts(segment.data, info)
+            assert sum(part.n_records for part in parts) == len(records)
+            wanted = [None if step is None else np.arange(0, part.n_records, step) for part in parts]
+            made = [part.unpack()(own) for part, own in zip(parts, wanted, strict=True)]
+            assert [plain(record) for part in made for record in part] == expected
         found: list[Any] = []
         for number, batch in enumerate(info.batches):
             part = segment.data[batch.offset : batch.offset + batch.length]
