@@ -13,6 +13,7 @@ Invariant:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import os
@@ -39,6 +40,7 @@ from recovery.model import Request
 from recovery.ports import ObjectStore, Put
 from recovery.protocol import Verdict
 from recovery.resume import StopRules
+from recovery.trajectory_tokens import TrajectoryTokens
 from tests.fake_engine import logprob, next_token
 from vllm_hooks.position import Position
 from vllm_hooks.session import RecoverySession
@@ -99,7 +101,7 @@ class TokenSource:
         session = self._session
         await self._settled()
         call = await session.admit(position.request(request), self._stop, placed=True)
-        position.call_id = call.call_id
+        position.call = call
         try:
             tokens = list(call.transcript_ids)
             last = tokens[-1] if tokens else None
@@ -132,6 +134,7 @@ class Job:
     reused: int = 0
     generated: int = 0
     diverged: int = 0
+    tokens: TrajectoryTokens | None = None
 
     @property
     def config(self) -> CheckpointingConfig:
@@ -185,6 +188,7 @@ class Job:
         for one in (mailbox, agent):
             await asyncio.to_thread(session.participants.join, one, PATIENCE_S)
         context = await asyncio.wait_for(agent.run(), PATIENCE_S)
+        self.tokens = await agent.trajectory.tokens()
         await settled()
         await session.stop(timeout_s=PATIENCE_S)
         self.generated, self.diverged = source.generated, session.counters.calls_diverged
@@ -199,7 +203,14 @@ class Job:
 
     def outcome(self, context: list[int]) -> str:
         """All that may not depend on crashes, as text."""
-        return json.dumps({"context": context, **Mailbox(self.folder / "mailbox.sqlite").contents()}, indent=1)
+        assert self.tokens is not None
+        tokens = {
+            name: values if isinstance(values, tuple) else values.tolist()
+            for one in dataclasses.fields(self.tokens)
+            for name, values in [(one.name, getattr(self.tokens, one.name))]
+        }
+        mailbox = Mailbox(self.folder / "mailbox.sqlite").contents()
+        return json.dumps({"context": context, "tokens": tokens, **mailbox}, indent=1)
 
 
 class Lives:

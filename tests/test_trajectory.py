@@ -292,3 +292,58 @@ def test_an_older_snapshot_by_its_id_takes_the_mailbox_back(tmp_path: Path) -> N
     assert older.outcome(older.live()) == reference
     assert older.generated == job.generated - TOKENS
     assert [step for step in older.steps.seen if step.startswith("committed r/1")], "done again, on a mailbox put back"
+
+
+def test_b6_an_agent_that_rewrote_its_context_is_told_when_it_asks_for_the_whole(tmp_path: Path) -> None:
+    """B6: its calls are as ever. After the rewritten one everything goes on from there, and is no whole either."""
+
+    async def rewriting(world: World) -> None:
+        trajectory = world.trajectory()
+        with pytest.raises(InputError, match="without a model call"):
+            await trajectory.tokens()
+        answer = list((await trajectory.generate([5, 6], 4)).outputs[0].token_ids)
+        assert (await trajectory.tokens()).token_ids.tolist() == answer
+        await trajectory.generate([5, *answer], 4)
+        with pytest.raises(InputError, match="they part at position 1"):
+            await trajectory.tokens()
+
+    live(World(tmp_path, "prefix_recovery"), rewriting)
+
+
+def test_b6_calls_before_a_restored_state_come_from_the_store(tmp_path: Path) -> None:
+    """B6: the mask is as long as the tokens, whichever of the calls this process made; forgotten ones are named."""
+    states: list[dict[str, Any]] = []
+    wholes: list[Any] = []
+
+    async def first(world: World) -> None:
+        trajectory, context = world.trajectory(), [*TASK]
+        for number in range(3):
+            states.append(trajectory.state())
+            context += list((await trajectory.generate(context, 4)).outputs[0].token_ids)
+            wholes.append(await trajectory.tokens())
+            context += [7, 8, number]
+        states.append(trajectory.state())
+
+    async def second(world: World) -> None:
+        for n_before, state in enumerate(states):
+            trajectory, context = world.trajectory(), [*TASK]
+            trajectory.restore(state)
+            for number, made in enumerate(wholes):
+                if number >= n_before:
+                    await trajectory.generate([*made.context[:-4]], 4)
+                context = [*made.context]
+            found = await trajectory.tokens()
+            assert found.context.tolist() == context
+            assert found.loss_mask.tolist() == [True] * 4 + ([False] * 3 + [True] * 4) * 2
+            assert found.logprobs.tolist() == wholes[-1].logprobs.tolist()
+            assert found.version_spans == wholes[-1].version_spans
+        world.session.rollout_ended("r")
+
+    async def third(world: World) -> None:
+        trajectory = world.trajectory()
+        trajectory.restore(states[-1])
+        with pytest.raises(InputError, match="the store has no call"):
+            await trajectory.tokens()
+
+    for one in (first, second, third):
+        live(World(tmp_path, "prefix_recovery"), one)

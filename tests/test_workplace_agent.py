@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.agent_lives import TOKENS, TURNS, Job, Lives, ModeName
+from tests.agent_lives import TASK, TOKENS, TURNS, Job, Lives, ModeName
+from tests.fake_engine import next_token
 
 MODES: list[ModeName] = ["turn", "prefix_recovery"]
 
@@ -35,14 +36,19 @@ def said(job: Job) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_g8_killed_at_every_step_a_tool_acts_once(quick_path: Path, lives: Lives, mode: ModeName) -> None:
-    """G8: neither twice nor never; final state and log of actions are those of the uninterrupted job."""
+def test_g8_b6_killed_at_every_step_a_tool_acts_once(quick_path: Path, lives: Lives, mode: ModeName) -> None:
+    """G8: neither twice nor never; final state and log of actions are those of the uninterrupted job.
+
+    B6: and so are the trajectory's tokens and their loss mask, wherever the kill came: in an answer, in a tool's
+    transaction, between the two.
+    """
     whole = Job(quick_path / "whole", mode)
     whole.folder.mkdir()
     assert lives.live(whole) == 0
     reference = said(whole)
     steps = reference["steps"]
     assert len(steps) > 40 and len(set(steps)) == len(steps)
+    check_tokens(json.loads(reference["outcome"]))
     for number, step in enumerate(steps):
         job = Job(quick_path / str(number), mode)
         job.folder.mkdir()
@@ -51,6 +57,25 @@ def test_g8_killed_at_every_step_a_tool_acts_once(quick_path: Path, lives: Lives
         found = said(job)
         assert found["outcome"] == reference["outcome"], step
         check_generated(mode, step, found["generated"])
+
+
+def check_tokens(outcome: dict[str, Any]) -> None:
+    """B6: what a trainer gets is the context up to the last answer; the mask is 1 for answers and 0 for tools."""
+    tokens, n_prompt = outcome["tokens"], len(TASK)
+    whole = [*tokens["prompt_token_ids"], *tokens["token_ids"]]
+    assert tokens["prompt_token_ids"] == list(TASK)
+    assert whole == outcome["context"][: len(whole)]
+    assert len(tokens["loss_mask"]) == len(tokens["logprobs"]) == len(whole) - n_prompt
+    spans = [(start, end) for start, end, _, _ in tokens["version_spans"]]
+    assert [end - start for start, end in spans] == [TOKENS] * TURNS
+    generated = {at for start, end in spans for at in range(start, end)}
+    assert tokens["loss_mask"] == [at in generated for at in range(len(tokens["loss_mask"]))]
+    for start, end in spans:
+        before = whole[: n_prompt + start]
+        for at in range(start, end):
+            assert whole[n_prompt + at] == next_token(before, whole[n_prompt + start : n_prompt + at])
+    between = [tokens["logprobs"][at] for at in range(len(whole) - n_prompt) if at not in generated]
+    assert between and not any(between)
 
 
 def check_generated(mode: ModeName, step: str, generated: int) -> None:

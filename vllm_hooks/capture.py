@@ -141,7 +141,7 @@ class RecoverableEngine:
         session.unresumable.admit(request)
         call = await session.admit(request, self._stop, placed=position is not None)
         if position is not None:
-            position.call_id = call.call_id
+            position.call = call
         try:
             stream = self._captured(call, engine_input, params, request_id, arguments)
             async with contextlib.aclosing(stream):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from recovery.calls import LiveCall
 from recovery.lineage import NO_PARENT, Lineage
 from recovery.model import CallId, Request
 from recovery.trajectories import Place
@@ -17,13 +18,13 @@ from recovery.trajectories import Place
 class Position:
     """Model call `place.model_call` of turn `place.turn` of `rollout`, made after the answer of `parent`.
 
-    `call_id`: the call that it became, once it was admitted; None before, and for a prompt that cannot be captured.
+    `call`: what it became, once it was admitted; None before, and for a prompt that cannot be captured.
     """
 
     rollout: str
     place: Place
     parent: CallId = NO_PARENT
-    call_id: CallId | None = None
+    call: LiveCall | None = None
 
     def request(self, request: Request) -> Request:
         """The same request, at this position."""

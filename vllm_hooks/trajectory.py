@@ -1,24 +1,34 @@
 """The model calls of one rollout of an agent, in their turns: each found again after a crash, or begun afresh.
 
-Owns: the count of turns and model calls, and the name that each call has in the engine.
-Does not know: prompts, tools, what an agent makes of an answer.
+Owns: the count of turns and model calls, the name that each call has in the engine, and all their tokens.
+Does not know: what prompts are made of, tools, what an agent makes of an answer.
 
 Invariants:
 1. An answer is given out only when it is in the store: what an agent does because of it, a restart does again.
 2. A call is found again at its place, after the same answers, with the same prompt; any other call begins at its prompt
    (recovery.trajectories).
+3. Tokens are those of the calls' records, whether a call ended here, came from the store, or ended before the state
+   that the agent was restored from.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import numpy as np
+
+from recovery.calls import LiveCall
+from recovery.errors import InputError
 from recovery.lineage import NO_PARENT
 from recovery.model import FINISH_REASONS, CallId
 from recovery.trajectories import Place
+from recovery.trajectory_tokens import TrajectoryTokens, spans_of, whole
+from recovery.transcripts import Transcript
 from vllm_hooks.capture import drain
 from vllm_hooks.capturing import Capturing
 from vllm_hooks.position import Position
+from vllm_hooks.stored import StoredCalls
 
 
 class Trajectory:
@@ -37,6 +47,10 @@ class Trajectory:
         self.turn = 0
         self.model_call = 0
         self._parent = NO_PARENT
+        self._restored_at = NO_PARENT
+        """The last call before this object's own: the store has it and those that led to it."""
+        self._own: list[TrajectoryTokens] = []
+        """What this object's calls gave: one piece for as long as each goes on from the one before."""
 
     def next_turn(self) -> None:
         """The calls from here on are of the next turn."""
@@ -54,11 +68,53 @@ class Trajectory:
         output = await drain(self._engine.generate(prompt, params, name, **more, **arguments))
         if output.outputs[0].finish_reason not in FINISH_REASONS:
             return output  # an abort: the same call may be made again
-        if position.call_id is not None:
-            await self._session.saved(position.call_id)
-            self._parent = position.call_id
+        if position.call is not None:
+            await self._session.saved(position.call.call_id)
+            self._parent = position.call.call_id
         self.model_call += 1
+        self._took(_of_call(position.call) if position.call is not None else _of_output(output))
         return output
+
+    def _took(self, call: TrajectoryTokens) -> None:
+        try:
+            self._own[-1:] = [whole([*self._own[-1:], call])]
+        except InputError:  # an agent may rewrite its context; only who asks for the whole is told
+            self._own.append(call)
+
+    async def tokens(self) -> TrajectoryTokens:
+        """Everything so far, end to end, with the mask of what was generated: for a trainer.
+
+        Raises InputError if a prompt did not go on from the tokens before it, if there was no call yet, and if the
+        store does not have the calls before the restored state (any more).
+        """
+        earlier = self._earlier()
+        read = await asyncio.to_thread(self._stored.read, earlier) if earlier else {}
+        return whole([*(_of_transcript(read[call_id]) for call_id in earlier), *self._own])
+
+    @property
+    def _stored(self) -> StoredCalls:
+        stored: StoredCalls | None = getattr(self._session, "stored", None)
+        if stored is None:
+            raise InputError(
+                f"the calls of {self.rollout!r} before its restored state are not read in a worker",
+                hint="make the calls again from the first one: their answers come from the store",
+            )
+        return stored
+
+    def _earlier(self) -> list[CallId]:
+        """The calls that led to the restored state, in order."""
+        found: list[CallId] = []
+        at = self._restored_at
+        while at != NO_PARENT:
+            entry = self._stored.entry(at)
+            if entry is None:
+                raise InputError(
+                    f"the store has no call {at.hex()} of rollout {self.rollout!r}",
+                    hint="ask for the tokens before session.rollout_ended()",
+                )
+            found.append(at)
+            at = entry.identity.parent
+        return found[::-1]
 
     def state(self) -> dict[str, Any]:
         """Where it is, as JSON, for the state of the agent that it belongs to."""
@@ -67,4 +123,37 @@ class Trajectory:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was given. Calls that ended since are found in the store when they are made again."""
         self.turn, self.model_call = int(state["turn"]), int(state["model_call"])
-        self._parent = CallId(bytes.fromhex(state["parent"]))
+        self._parent = self._restored_at = CallId(bytes.fromhex(state["parent"]))
+        self._own = []
+
+
+def _of_call(call: LiveCall) -> TrajectoryTokens:
+    return TrajectoryTokens(
+        prompt_token_ids=call.request.prompt_token_ids,
+        token_ids=np.array(call.transcript_ids, np.int32),
+        loss_mask=np.ones(len(call.transcript_ids), np.bool_),
+        logprobs=np.array(call.transcript_logprobs, np.float32),
+        version_spans=spans_of(call.version_spans),
+    )
+
+
+def _of_transcript(transcript: Transcript) -> TrajectoryTokens:
+    return TrajectoryTokens(
+        prompt_token_ids=transcript.request.prompt_token_ids,
+        token_ids=transcript.token_ids,
+        loss_mask=transcript.mask,
+        logprobs=transcript.logprobs,
+        version_spans=spans_of(transcript.version_spans),
+    )
+
+
+def _of_output(output: Any) -> TrajectoryTokens:
+    """Of a call that was not captured: nobody knows its versions."""
+    ids = np.array(output.outputs[0].token_ids, np.int32)
+    return TrajectoryTokens(
+        prompt_token_ids=np.array(output.prompt_token_ids or (), np.int32),
+        token_ids=ids,
+        loss_mask=np.ones(len(ids), np.bool_),
+        logprobs=np.full(len(ids), np.nan, np.float32),
+        version_spans=(),
+    )

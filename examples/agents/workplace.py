@@ -52,16 +52,16 @@ class Workplace:
         step: Step = lambda what: None,
     ) -> None:
         self.name = f"agent.{rollout}"
-        self._trajectory = Trajectory(engine, session, rollout)
+        self.trajectory = Trajectory(engine, session, rollout)
         self._mailbox, self._turns, self._params, self._read, self._step = mailbox, turns, params, read, step
         self.context = list(task)
         self._state = self._state_now()
 
     async def run(self) -> list[int]:
         """To the end of the task, from wherever it is. Returns the whole context."""
-        while self._trajectory.turn < self._turns:
-            rollout, turn = self._trajectory.rollout, self._trajectory.turn
-            output = await self._trajectory.generate(self.context, self._params)
+        while self.trajectory.turn < self._turns:
+            rollout, turn = self.trajectory.rollout, self.trajectory.turn
+            output = await self.trajectory.generate(self.context, self._params)
             answer = [int(token) for token in output.outputs[0].token_ids]
             self._step(f"answered {turn}")
             context = [*self.context, *answer]
@@ -70,13 +70,13 @@ class Workplace:
                 result = await asyncio.to_thread(self._mailbox.do, key, name, arguments)
                 context += [3 + byte % 64 for byte in json.dumps(result).encode()]
             self.context = context
-            self._trajectory.next_turn()
+            self.trajectory.next_turn()
             self._state = self._state_now()
             self._step(f"turn {turn}")
         return self.context
 
     def _state_now(self) -> bytes:
-        return json.dumps({"context": self.context, "trajectory": self._trajectory.state()}).encode()
+        return json.dumps({"context": self.context, "trajectory": self.trajectory.state()}).encode()
 
     def prepare(self) -> bytes:
         self._step("prepare agent")
@@ -90,4 +90,4 @@ class Workplace:
         self._step("restore agent")
         found = json.loads(state)
         self.context, self._state = found["context"], state
-        self._trajectory.restore(found["trajectory"])
+        self.trajectory.restore(found["trajectory"])
