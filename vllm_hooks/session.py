@@ -44,7 +44,8 @@ from vllm_hooks.watching import Reading
 
 
 class RecoverySession(Capturing):
-    """What a RecoverableEngine captures into. Make one with `open`, inside or before the engine's event loop.
+    """What a RecoverableEngine captures into. Make one with `open`, off the event loop, and `start` it on the
+    loop that consumes the engine.
 
     `stored`: the calls that the store holds. `participants`: whose states go into every snapshot. `on_attempt`, if set,
     is told in the coordinator's thread of each attempt. The rest: Capturing.

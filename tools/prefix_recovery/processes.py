@@ -1,6 +1,6 @@
 """Processes by pid and start time: which of ours still runs, and ending it.
 
-Owns: reading /proc, and the only signals this project sends.
+Owns: reading /proc, and the signal that ends what an earlier run left.
 Does not know: engines, locks.
 
 Invariants:

@@ -1,6 +1,6 @@
 """From an ended call to the row of the output file: one way, for fresh and for restored calls.
 
-Owns: the fields of a row (design, section 7) and how its text is made from its token ids.
+Owns: the fields of a row (docs/run.md) and how its text is made from its token ids.
 Does not know: files, sessions.
 
 Invariants:

@@ -1,4 +1,4 @@
-"""The verbs that look at a store from the side of a job: explain, plan, diff, stats, holds, doctor.
+"""The verbs that look at a store from the side of a job: explain, plan, diff, stats, holds, report, doctor.
 
 Owns: which parts each verb reads, and what its exit code says about what was found.
 Does not know: the command line's grammar, how errors are printed.
