@@ -23,14 +23,9 @@ import numpy as np
 from recovery.errors import DigestMismatch
 from recovery.ledger import Entry, Ledger
 from recovery.ledger_columns import PackedChunks, unpacked
-from recovery.model import Array, CallId, PolicyVersion, Request
-from recovery.records import CHUNK, OPENED, SIXTEEN, NoColumns, Records, no_columns
-from recovery.transcripts import Held, Stretch, Transcript
-
-_PLACE = np.dtype(
-    [(name, np.int64) for name in ("start", "n_tokens", "version", "held", "token_at", "logprob_at", "mask_at")]
-)
-"""Where one chunk lies, as the fields of Stretch say; `version` and `held` are numbers."""
+from recovery.model import Array, CallId, Request
+from recovery.records import CHUNK, OPENED, SIXTEEN, Records, no_columns
+from recovery.transcripts import PLACE, Held, Placed, Transcript, as_rows
 
 
 class Transcripts(Mapping[CallId, Transcript]):
@@ -41,22 +36,15 @@ class Transcripts(Mapping[CallId, Transcript]):
         entries: Sequence[Entry],
         requests: Sequence[Request],
         bounds: Array,
-        places: Array,
+        placed: Placed,
         last_token_ids: Array,
-        held: Sequence[Held],
-        versions: Sequence[PolicyVersion],
-        wide: Mapping[int, Mapping[str, Array]],
     ) -> None:
         self._entries = entries
         self._requests = requests
         self._numbers = {entry.call_id: number for number, entry in enumerate(entries)}
         self._bounds = bounds
-        self._places = places
-        self._rows = places.view(np.int64).reshape(-1, len(_PLACE.fields or ()))
+        self._placed = placed
         self._last_token_ids = last_token_ids
-        self._held = held
-        self._versions = versions
-        self._wide = wide
 
     @classmethod
     def none(cls) -> Transcripts:
@@ -72,22 +60,15 @@ class Transcripts(Mapping[CallId, Transcript]):
     def __getitem__(self, call_id: CallId) -> Transcript:
         number = self._numbers[call_id]
         first, last = self._bounds[number : number + 2].tolist()
-        places = enumerate(self._rows[first:last].tolist(), first)
-        held, versions, wide = self._held, self._versions, self._wide
-        return Transcript(
-            self._requests[number],
-            [
-                Stretch(start, n, versions[version], held[where], at, wide.get(chunk, NoColumns))
-                for chunk, (start, n, version, where, *at) in places
-            ],
-        )
+        return Transcript(self._requests[number], self._placed, range(first, last))
 
     def ends(self) -> Iterator[tuple[Entry, Request, int, int | None]]:
         """Of each call its request, how many tokens it has, and the last of them: what a plan depends on."""
         n_chunks = np.diff(self._bounds)
         lasts = np.full(len(self), -1, np.int64)
         lasts[n_chunks > 0] = self._bounds[1:][n_chunks > 0] - 1
-        stops = np.append(self._places["start"] + self._places["n_tokens"], 0)[lasts]
+        starts, n_tokens = self._placed.places.T[:2]
+        stops = np.append(starts + n_tokens, 0)[lasts]
         tokens = np.append(self._last_token_ids, 0)[lasts]
         for entry, request, n, token in zip(
             self._entries, self._requests, stops.tolist(), tokens.tolist(), strict=True
@@ -114,7 +95,7 @@ class Gathering:
         self._numbers = self._chunks["segment"][self._by_segment]
         self._requests: list[Request | None] = [None] * len(entries)
         self._wants_columns = columns
-        self._places = np.zeros(len(self._chunks), _PLACE)
+        self._places = np.zeros(len(self._chunks), PLACE)
         for name in ("start", "n_tokens", "version"):
             self._places[name] = self._chunks[name]
         self._last_token_ids = np.zeros(len(self._chunks), np.int64)
@@ -226,11 +207,8 @@ class Gathering:
             self._entries,
             requests,
             self._bounds,
-            self._places,
+            Placed(as_rows(self._places), self._held, self._names.versions, self._wide),
             self._last_token_ids,
-            self._held,
-            self._names.versions,
-            self._wide,
         )
 
 
@@ -254,7 +232,7 @@ class _Within:
 
 
 def _only(held: Held, begins: Sequence[Array], ends: Sequence[Array]) -> tuple[Held, tuple[Array, Array, Array]]:
-    """A copy of these stretches alone, end to end, and where each begins in it."""
+    """A copy of these chunks alone, end to end, and where each begins in it."""
     arrays = [_copied(*column) for column in zip(held, begins, ends, strict=True)]
     first, second, third = (np.cumsum(end - begin) - (end - begin) for begin, end in zip(begins, ends, strict=True))
     return Held(*arrays), (first, second, third)

@@ -61,7 +61,7 @@ class ReadAhead:
         self._begin(deque(infos))
 
     def segments(self, infos: Iterable[SegmentInfo]) -> Iterator[tuple[SegmentInfo, Unpacked]]:
-        """Each of these once: first those that were expected, in the order of that, then the others in theirs."""
+        """Each of these once, and next of those that are begun the one that is furthest on."""
         asked = {info.key: info for info in infos}
         for _ in range(len(self._begun)):
             info, work = self._begun.popleft()
@@ -73,7 +73,8 @@ class ReadAhead:
         waiting = deque(asked.values())
         while waiting or self._begun:
             self._begin(waiting)
-            info, work = self._begun.popleft()
+            info, work = max(self._begun, key=lambda begun: _furtherance(begun[1].future))
+            self._begun.remove((info, work))
             yield info, Unpacked(work.result())
 
     def _begin(self, waiting: deque[SegmentInfo]) -> None:
@@ -94,6 +95,16 @@ def _let_go(read: Future[list[_Part]]) -> None:
     if not read.cancelled() and read.exception() is None:
         for _, work in read.result():
             work.future.cancel()
+
+
+def _furtherance(read: Future[list[_Part]]) -> float:
+    """How much of a segment is unpacked, from 0 to 1; less than 0 if it is not even read."""
+    if not read.done():
+        return -1
+    if read.cancelled() or read.exception() is not None:
+        return 1  # there is nothing to wait for
+    parts = read.result()
+    return sum(work.future.done() for _, work in parts) / max(1, len(parts))
 
 
 class Unpacked:

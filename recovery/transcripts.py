@@ -1,11 +1,11 @@
 """A call's request and tokens, put together when they are asked for.
 
-Owns: how stretches of tokens, each where it lies, make one call.
-Does not know: segments, the ledger, who checked what a stretch holds (gathering.py).
+Owns: how chunks of tokens, each where it lies, make one call.
+Does not know: segments, the ledger, who checked what a chunk holds (gathering.py).
 
 Invariants:
-1. Nothing is copied before it is asked for, and then once: a transcript that nobody looks at costs its stretches.
-2. An array is joined of whole stretches; no Python object is made per token. One that is a single stretch is a view,
+1. Nothing is copied before it is asked for, and then once: a transcript that nobody looks at costs three fields.
+2. An array is joined of whole chunks; no Python object is made per token. One that is a single chunk is a view,
    read-only if what it lies in is.
 """
 
@@ -41,23 +41,40 @@ class Held(NamedTuple):
     mask: BoolArray
 
 
-class Stretch(NamedTuple):
-    """A chunk as part of a transcript: `n_tokens` of each array of `held`, from the positions `at` on (-1: none)."""
+PLACE = np.dtype(
+    [(name, np.int64) for name in ("start", "n_tokens", "version", "held", "token_at", "logprob_at", "mask_at")]
+)
+"""Where a chunk lies: in arrays of which Held, and from which position on in each (-1: it has none)."""
 
-    start: int
-    n_tokens: int
-    version: PolicyVersion
-    held: Held
-    at: Sequence[int]
-    columns: Mapping[str, Array]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """Chunks of many calls. `places` has a row of int64 for each, the fields of PLACE; in it versions and Helds have
+    numbers, and so have chunks in `wide`, which has their wide columns."""
+
+    places: Array
+    held: Sequence[Held]
+    versions: Sequence[PolicyVersion]
+    wide: Mapping[int, Mapping[str, Array]]
+
+    def rows(self, chunks: range) -> list[list[int]]:
+        """The places of these chunks, which follow one another."""
+        rows: list[list[int]] = self.places[chunks.start : chunks.stop].tolist()
+        return rows
+
+
+def as_rows(places: Array) -> Array:
+    """An array of dtype PLACE as rows of int64, the same memory."""
+    return places.view(np.int64).reshape(-1, PLACE.itemsize // 8)
 
 
 @dataclass(frozen=True, eq=False)
 class Transcript:
-    """A call's request and all its stored tokens, of contiguous stretches."""
+    """A call's request and all its stored tokens: those of `chunks`, which are contiguous."""
 
     request: Request
-    stretches: Sequence[Stretch]
+    placed: Placed
+    chunks: range
 
     @cached_property
     def token_ids(self) -> Int32Array:
@@ -73,10 +90,10 @@ class Transcript:
         return self._joined(2, np.bool_)
 
     def _joined(self, column: int, dtype: Any) -> Array:
-        parts = [
-            held[column][at[column] : at[column] + n] if at[column] >= 0 else np.full(n, np.nan, dtype)
-            for _, n, _, held, at, _ in self.stretches
-        ]
+        held, parts = self.placed.held, []
+        for row in self.placed.rows(self.chunks):
+            n, at = row[1], row[4 + column]
+            parts.append(held[row[3]][column][at : at + n] if at >= 0 else np.full(n, np.nan, dtype))
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, dtype)
@@ -85,9 +102,10 @@ class Transcript:
     def version_spans(self) -> tuple[tuple[int, int, PolicyVersion], ...]:
         """(start, end, version), contiguous over the tokens."""
         spans: list[tuple[int, int, PolicyVersion]] = []
-        for stretch in self.stretches:
-            begin = spans.pop()[0] if spans and spans[-1][2] == stretch.version else stretch.start
-            spans.append((begin, stretch.start + stretch.n_tokens, stretch.version))
+        for start, n, number, *_ in self.placed.rows(self.chunks):
+            version = self.placed.versions[number]
+            begin = spans.pop()[0] if spans and spans[-1][2] == version else start
+            spans.append((begin, start + n, version))
         return tuple(spans)
 
     @cached_property
@@ -97,18 +115,23 @@ class Transcript:
         One that every chunk has, of one type and width, is one run over all tokens. Where there is no run the column
         was not captured: nothing is made up for it.
         """
-        return joined_columns((stretch.start, stretch.columns) for stretch in self.stretches)
+        starts, wide = (row[0] for row in self.placed.rows(self.chunks)), self.placed.wide
+        return joined_columns((start, wide.get(chunk, {})) for chunk, start in zip(self.chunks, starts, strict=True))
 
 
 def assemble(request: Request, chunks: Iterable[Chunk]) -> Transcript:
     """Contiguous chunks of one call, in order, as one transcript."""
-    return Transcript(request, [_stretch(chunk) for chunk in chunks])
-
-
-def _stretch(chunk: Chunk) -> Stretch:
-    logprobs, logprob_at = (_NO_LOGPROBS, -1) if chunk.logprobs is None else (chunk.logprobs, 0)
-    held = Held(chunk.token_ids, logprobs, chunk.mask)
-    return Stretch(chunk.start, chunk.stop - chunk.start, chunk.version, held, (0, logprob_at, 0), chunk.columns)
+    held: list[Held] = []
+    versions: list[PolicyVersion] = []
+    wide: dict[int, Mapping[str, Array]] = {}
+    places: list[tuple[int, ...]] = []
+    for number, chunk in enumerate(chunks):
+        logprobs, logprob_at = (_NO_LOGPROBS, -1) if chunk.logprobs is None else (chunk.logprobs, 0)
+        held.append(Held(chunk.token_ids, logprobs, chunk.mask))
+        versions.append(chunk.version)
+        wide[number] = chunk.columns
+        places.append((chunk.start, chunk.stop - chunk.start, number, number, 0, logprob_at, 0))
+    return Transcript(request, Placed(as_rows(np.array(places, PLACE)), held, versions, wide), range(len(places)))
 
 
 _NO_LOGPROBS = np.empty(0, np.float32)
@@ -131,6 +154,6 @@ def joined_columns(pieces: Iterable[tuple[int, Mapping[str, Array]]]) -> dict[st
 
 
 def _goes_on(start: int, values: Array, next_start: int, next_values: Array) -> bool:
-    """Whether the second stretch of a column is joined to the first."""
+    """Whether the second piece of a column is joined to the first."""
     same = values.dtype == next_values.dtype and values.shape[1:] == next_values.shape[1:]
     return same and start + values.shape[0] == next_start

@@ -96,11 +96,12 @@ def test_no_more_than_four_times_what_is_wanted_is_kept_alive(n_wanted: int) -> 
         (transcript.token_ids, columns.token_ids),
         (transcript.logprobs, columns.logprobs),
         (transcript.mask, columns.mask),
-        (transcript.stretches[0].columns["top"], top["top"]),
+        (transcript.placed.wide[transcript.chunks[0]]["top"], top["top"]),
     ):
         assert np.shares_memory(mine, theirs) is not copied
     prompt = transcript.request.prompt_token_ids
     assert not copied or prompt.base is None, "a prompt does not keep its segment alive either"
-    (held,) = {id(stretch.held): stretch.held for call in transcripts.values() for stretch in call.stretches}.values()
+    (held,) = transcript.placed.held
+    assert all(other.placed is transcript.placed for other in transcripts.values())
     assert held.token_ids.nbytes <= 4 * n_wanted * 4 * (n + 3)
     assert found_in(transcript) == told([record for record in records[n_calls:][:1] if isinstance(record, Chunk)])

@@ -15,7 +15,7 @@ from recovery.errors import ConfigError
 from recovery.log_reading import find_tail, walk_back
 from recovery.reading import read_transcripts
 from recovery.snapshots import Snapshot, load
-from recovery.transcripts import Transcript
+from recovery.transcripts import PLACE
 from snapshot_inspect import rescore
 from snapshot_inspect.call_documents import rescored
 from storage_backends import open_store
@@ -74,9 +74,10 @@ def test_l6_what_was_stored_is_what_the_engine_scores(engine: Any, on_loop: OnLo
         jsonschema.validate(document, SCHEMA["properties"]["rescored"])
         one = found[0]
         stored = read_transcripts(store, ArrowSegmentCodec(), ledger, entries)[entries[0].call_id]
-        at = [(tokens, -1, mask) for tokens, _, mask in (stretch.at for stretch in stored.stretches)]
-        pairs = zip(stored.stretches, at, strict=True)
-        transcript = Transcript(stored.request, [stretch._replace(at=places) for stretch, places in pairs])
+        places = stored.placed.places.copy()
+        places[:, PLACE.names.index("logprob_at")] = -1
+        bare = dataclasses.replace(stored.placed, places=places)
+        transcript = dataclasses.replace(stored, placed=bare)
         assert np.isnan(transcript.logprobs).all() and len(transcript.logprobs) == one.n_tokens
         (none,) = await rescore.rescore_on(engine, entries[:1], {entries[0].call_id: transcript})
         assert none.largest is None and none.skipped
