@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from recovery.call_numbers import CallNumbers
 from recovery.coordinates import ChunkAt, Coordinates, EndedAt, OpenedAt, StoredAt
 from recovery.errors import Damaged
 from recovery.ledger_columns import PACKED, ChunkRefs, LedgerRows, Names, unpacked
@@ -68,6 +69,7 @@ class Ledger:
         self._entries: dict[CallId, Entry] = {}
         self._changes = Changes()
         self._unsettled: set[CallId] = set()
+        self.call_numbers = CallNumbers()
         self.segments = SegmentTable(self.names)
         self._n_ended = self._n_tokens = self._n_chunks = 0
 
@@ -96,7 +98,7 @@ class Ledger:
     def excerpt(self, call_ids: Iterable[CallId]) -> Ledger:
         """Copies of these calls (of those that are known), for somebody who reads while this ledger goes on."""
         part = Ledger(Names(self.names))
-        rows = rows_of(self._entries, Changes(), filter(self._entries.__contains__, call_ids), self.names)
+        rows = rows_of(self._entries, Changes(), filter(self._entries.__contains__, call_ids), self.names, {})
         part.merge({"segments": {number: self.segments.info(number) for number in rows.segments()}}, rows)
         part.settle()
         return part
@@ -166,7 +168,8 @@ class Ledger:
         entry = self._entries.get(at.call_id)
         if entry is None:
             chunks = ChunkRefs(self.names, bytearray())
-            self._entries[at.call_id] = Entry(at.call_id, at.attempt, at.identity, chunks)
+            number = self.call_numbers.take(at.call_id)
+            self._entries[at.call_id] = Entry(at.call_id, at.attempt, at.identity, chunks, number=number)
             self.segments.refer(self.names.number(at.identity.opened.segment))
             self._changes.begin(at.call_id)
             return ""
@@ -313,6 +316,7 @@ class Ledger:
         self._keep_first(entry, 0)
         self.segments.unrefer(self.names.number(entry.identity.opened.segment))
         self._n_ended -= entry.state == ENDED
+        self.call_numbers.drop(call_id, entry.number)
         del self._entries[call_id]
 
     def _begin_again(self, entry: Entry, attempt: int) -> None:
@@ -342,11 +346,12 @@ class Ledger:
 
     def rows(self, whole: Iterable[CallId] = ()) -> LedgerRows:
         """Rows for what changed since the last publication, and everything about the calls in `whole`."""
-        return rows_of(self._entries, self._changes, whole, self.names)
+        return rows_of(self._entries, self._changes, whole, self.names, self.call_numbers.dropped)
 
     def published(self) -> None:
         """What `rows()` gave is part of a published snapshot now."""
         self._changes.clear()
+        self.call_numbers.published()
         self.segments.published()
 
     @classmethod
@@ -360,6 +365,7 @@ class Ledger:
         if ledger is None:
             return cls()
         ledger.settle()
+        ledger.names.calls.clear()
         return ledger
 
     def merge(self, header: Mapping[str, Any], rows: Iterable[LedgerRow]) -> None:
@@ -371,6 +377,9 @@ class Ledger:
                 raise Damaged(str(error)) from error
             self.segments.describe(info)
         self.names.reserve(header.get("numbered", 0))
+        self.call_numbers.reserve(header.get("calls_numbered", 0))
+        if isinstance(rows, LedgerRows):
+            rows.resolve()
         merge(self._entries, LedgerRows.of(rows, self.names), self._unsettled)
 
     def settle(self) -> None:
@@ -383,13 +392,8 @@ class Ledger:
         self.segments.recount(chunks, opened_in)
         if missing := self.segments.undescribed():
             key = self.names.keys.get(min(missing), f"number {min(missing)}")
-            call_id = next(entry.call_id for entry in entries if missing & _segments_of(entry))
+            call_id = next(entry.call_id for entry in entries if missing & entry.segments())
             raise Damaged(f"call {call_id.hex()}: segment {key} is not described")
         self._n_ended = sum(entry.state == ENDED for entry in entries)
         self._n_tokens = int(chunks["n_tokens"].sum(dtype="u8"))
         self._n_chunks = len(chunks)
-
-
-def _segments_of(entry: Entry) -> set[int]:
-    opened_in = entry.chunks.names.number(entry.identity.opened.segment)
-    return {opened_in, *unpacked(bytes(entry.chunks.packed))["segment"].tolist()}

@@ -5,7 +5,7 @@ Does not know: what makes a row fit a call (ledger_rows.py), how columns are enc
 
 Invariants:
 1. A packed chunk has PACKED.itemsize bytes; `segment` and `version` are numbers of its Names. A number of a segment
-   means the same segment in all objects of a ledger.
+   or of a call means the same one in all objects of a ledger.
 2. As sequences, ChunkRefs and LedgerRows equal the ChunkRefs and LedgerRows that they were made of.
 """
 
@@ -19,6 +19,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from recovery.errors import Damaged
 from recovery.model import DROPPED, OPEN, CallId, ChunkRef, Identity, LedgerRow, PolicyVersion, RecordRef, Restore
 
 PACKED = np.dtype(
@@ -31,6 +32,8 @@ PACKED = np.dtype(
         ("digest", "V16"),
     ]
 )
+NO_ID = CallId(bytes(16))
+"""In the place of a call id that only its number stands for."""
 _ONE = struct.Struct("<5I16s")
 _SIZE = _ONE.size
 assert PACKED.itemsize == _SIZE
@@ -40,12 +43,14 @@ PackedChunks = npt.NDArray[np.void]
 
 
 class Names:
-    """Numbers that stand for the keys of segments, as ledger objects use them, and for policy versions."""
+    """Numbers that stand for keys of segments and for calls, as ledger objects use them, and for policy versions."""
 
-    __slots__ = ("_key_numbers", "_next", "_version_numbers", "keys", "versions")
+    __slots__ = ("_key_numbers", "_next", "_version_numbers", "calls", "keys", "versions")
 
     def __init__(self, of_versions: Names | None = None) -> None:
-        """`of_versions`: share their numbers of versions (not of segments: those are a ledger's own)."""
+        """`of_versions`: share their numbers of versions and calls (not of segments: those are a ledger's own)."""
+        self.calls: dict[int, CallId] = {} if of_versions is None else of_versions.calls
+        """What objects that were read say; of no use any more when they are merged."""
         self.keys: dict[int, str] = {}
         self._key_numbers: dict[str, int] = {}
         self._next = 0
@@ -179,7 +184,10 @@ def unpacked(packed: bytes) -> PackedChunks:
 
 @dataclass(slots=True, eq=False)
 class LedgerRows(Sequence[LedgerRow]):
-    """Rows in order, as lists of equal length; `packed` has the chunks of all rows, one row after the other."""
+    """Rows in order, as lists of equal length; `packed` has the chunks of all rows, one row after the other.
+
+    `numbers` are those of the calls, 0 for none. `by_number`: where a call id is NO_ID, `resolve` puts it in.
+    """
 
     names: Names = field(default_factory=Names)
     call_ids: list[CallId] = field(default_factory=list)
@@ -192,6 +200,8 @@ class LedgerRows(Sequence[LedgerRow]):
     identities: list[Identity | None] = field(default_factory=list)
     ended: list[tuple[str, int | str | None] | None] = field(default_factory=list)
     histories: list[tuple[Restore, ...] | None] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    by_number: bool = False
 
     @classmethod
     def of(cls, rows: Iterable[LedgerRow], names: Names | None = None) -> LedgerRows:
@@ -220,6 +230,7 @@ class LedgerRows(Sequence[LedgerRow]):
         identity: Identity | None,
         ended: tuple[str, int | str | None] | None,
         history: tuple[Restore, ...] | None,
+        number: int = 0,
     ) -> None:
         """One row, but for its chunks: those of all rows become `packed` together."""
         self.call_ids.append(call_id)
@@ -231,6 +242,7 @@ class LedgerRows(Sequence[LedgerRow]):
         self.identities.append(identity)
         self.ended.append(ended)
         self.histories.append(history)
+        self.numbers.append(number)
 
     def __len__(self) -> int:
         return len(self.call_ids)
@@ -292,6 +304,32 @@ class LedgerRows(Sequence[LedgerRow]):
         """Numbers of the segments in which the rows of open calls list chunks."""
         is_open = np.repeat(np.array(self.states, np.uint8) == OPEN, self.n_chunks)
         return set(np.unique(self.chunks["segment"][is_open]).tolist())
+
+    def shortest_ids(self) -> list[CallId]:
+        """The call ids, where a row has to have one: it is whole, or its call has no number."""
+        rows = zip(self.call_ids, self.numbers, self.whole(), strict=True)
+        return [call_id if is_whole or not number else NO_ID for call_id, number, is_whole in rows]
+
+    def bind(self) -> None:
+        """Tell `names` which calls the numbers mean. Raises ValueError if another object says otherwise."""
+        calls = self.names.calls
+        for number, call_id in zip(self.numbers, self.call_ids, strict=True):
+            if number and call_id != NO_ID and calls.setdefault(number, call_id) != call_id:
+                raise ValueError(f"number {number} is call {call_id.hex()} and {calls[number].hex()}")
+
+    def resolve(self) -> None:
+        """Put in the call ids that all objects of the ledger together say. Raises Damaged if none says one."""
+        if not self.by_number:
+            return
+        calls = self.names.calls
+        try:
+            self.call_ids = [
+                calls[number] if call_id == NO_ID else call_id
+                for call_id, number in zip(self.call_ids, self.numbers, strict=True)
+            ]
+        except KeyError as error:
+            raise Damaged(f"no object of this ledger says which call has the number {error.args[0]}") from error
+        self.by_number = False
 
     def segments(self) -> set[int]:
         """Numbers of the segments that the rows mention."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recovery.errors import Damaged
-from recovery.ledger_columns import PACKED, ChunkRefs, LedgerRows, Names
+from recovery.ledger_columns import PACKED, ChunkRefs, LedgerRows, Names, unpacked
 from recovery.model import DROPPED, ENDED, OPEN, CallId, Identity, Restore
 
 
@@ -34,6 +34,12 @@ class Entry:
     n_tokens: int = 0
     ended: tuple[str, int | str | None] | None = None
     history: tuple[Restore, ...] = ()
+    number: int = 0
+
+    def segments(self) -> set[int]:
+        """Numbers of those that its request and its chunks lie in."""
+        opened_in = self.chunks.names.number(self.identity.opened.segment)
+        return {opened_in, *unpacked(bytes(self.chunks.packed))["segment"].tolist()}
 
 
 class Changes:
@@ -69,8 +75,14 @@ class Changes:
             one.clear()
 
 
-def rows_of(entries: Mapping[CallId, Entry], changes: Changes, whole: Iterable[CallId], names: Names) -> LedgerRows:
-    """Rows that say `changes`, and everything about the calls in `whole`."""
+def rows_of(
+    entries: Mapping[CallId, Entry],
+    changes: Changes,
+    whole: Iterable[CallId],
+    names: Names,
+    dropped_numbers: Mapping[CallId, int],
+) -> LedgerRows:
+    """Rows that say `changes`, and everything about the calls in `whole`. `dropped_numbers`: of calls that are gone."""
     wholly = set(whole)
     told = {**changes.kept, **dict.fromkeys(wholly, 0)}
     dropped = [call_id for call_id in told if call_id not in entries]
@@ -91,9 +103,10 @@ def rows_of(entries: Mapping[CallId, Entry], changes: Changes, whole: Iterable[C
         [entry.identity if entry.call_id in identities else None for entry in found],
         [entry.ended for entry in found],
         [entry.history if entry.call_id in histories else None for entry in found],
+        [entry.number for entry in found],
     )
     for call_id in dropped:
-        rows.add(call_id, 0, DROPPED, 0, 0, 0, None, None, None)
+        rows.add(call_id, 0, DROPPED, 0, 0, 0, None, None, None, dropped_numbers.get(call_id, 0))
     return rows
 
 
@@ -107,10 +120,10 @@ def merge(entries: dict[CallId, Entry], rows: LedgerRows, unsettled: set[CallId]
     bounds = rows.bounds * PACKED.itemsize
     columns = zip(
         rows.call_ids, rows.attempts, rows.states, rows.n_tokens, rows.kept, rows.identities, rows.ended,
-        rows.histories, bounds[:-1].tolist(), bounds[1:].tolist(), begins, ends,
+        rows.histories, rows.numbers, bounds[:-1].tolist(), bounds[1:].tolist(), begins, ends,
         strict=True,
     )  # fmt: skip
-    for call_id, attempt, state, n_tokens, kept, identity, ended, history, first, last, begin, end in columns:
+    for call_id, attempt, state, n_tokens, kept, identity, ended, history, number, first, last, begin, end in columns:
         old = entries.get(call_id)
         if state != OPEN or ended is not None:
             if state == DROPPED:
@@ -128,7 +141,7 @@ def merge(entries: dict[CallId, Entry], rows: LedgerRows, unsettled: set[CallId]
                 unsettled.add(call_id)  # invariant 2
                 continue
             unsettled.discard(call_id)
-            old = entries[call_id] = Entry(call_id, attempt, identity, ChunkRefs(names, bytearray()))
+            old = entries[call_id] = Entry(call_id, attempt, identity, ChunkRefs(names, bytearray()), number=number)
         at, known = old.n_tokens, old.chunks.packed
         if kept * PACKED.itemsize != len(known):
             n = len(old.chunks)

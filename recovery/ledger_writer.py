@@ -82,6 +82,7 @@ class LedgerWriter:
             "parent": None if self.head is None or not depth else self.head.as_json(),
             "segments": [segment_as_json(number, ledger.segments.info(number)) for number in segments],
             "numbered": ledger.names.numbered,
+            "calls_numbered": ledger.call_numbers.numbered,
             "flushed": dict(flushed),
         }
         key = layout.ledger_key(self._epoch, self._entropy.hex(8), self._codec.suffix)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-ROTATION, MAX_DEPTH = 32, 64
+ROTATION, MAX_DEPTH = 64, 128
 MIN_SHARE = 32
 """What is smaller than this together is said with every object."""
 

@@ -13,19 +13,19 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import starmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress, starmap
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from recovery.errors import Damaged
-from recovery.ledger_columns import PACKED, LedgerRows, Names, PackedChunks
+from recovery.ledger_columns import NO_ID, PACKED, LedgerRows, Names, PackedChunks
 from recovery.model import DROPPED, ENDED, CallId, Identity, PolicyVersion, RecordRef
 from storage_backends import arrow_columns as columns
-from storage_backends import arrow_file, arrow_lineage, ledger_texts, strict_json
+from storage_backends import arrow_file, arrow_lineage, arrow_numbers, ledger_texts, strict_json
 from storage_backends.arrow_columns import Array
 from storage_backends.keys import is_key
 from storage_backends.strict_json import Where
@@ -33,6 +33,9 @@ from storage_backends.strict_json import Where
 T = TypeVar("T")
 
 FORMAT = "prefix-recovery/ledger"
+FEATURES, FIELDS = (arrow_numbers.FEATURE, arrow_lineage.FEATURE), (arrow_numbers.FIELD, arrow_lineage.FIELD)
+"""What an object may require, in the order in which it says so, and the column that comes with each."""
+
 ROWS_PER_BATCH = 1 << 14
 CHUNKS_PER_BATCH = 1 << 20
 """A batch is closed when it lists this many chunks; one row is never divided."""
@@ -82,12 +85,16 @@ class ArrowLedgerCodec:
     def encode(self, header: Mapping[str, Any], rows: LedgerRows) -> bytes:
         if header.get("format") != FORMAT or header.get("version") != arrow_file.VERSION:
             raise ValueError(f"the header is not that of a {FORMAT} version {arrow_file.VERSION}")
-        with_lineage = arrow_lineage.is_needed(rows.identities)
-        asked = {**header, "requires": [arrow_lineage.FEATURE]} if with_lineage else dict(header)
-        schema = _schema(with_lineage).with_metadata({arrow_file.METADATA_KEY: strict_json.dump(asked).encode()})
+        needed = (arrow_numbers.is_needed(rows), arrow_lineage.is_needed(rows.identities))
+        asked = {**header, "requires": list(compress(FEATURES, needed))}
+        version_at = None
+        if needed[0]:
+            asked["versions"], version_at = arrow_numbers.said_versions(rows)
+            rows = replace(rows, call_ids=rows.shortest_ids())
+        schema = _schema(asked["requires"]).with_metadata({arrow_file.METADATA_KEY: strict_json.dump(asked).encode()})
         chunks, bounds = rows.chunks, rows.bounds
         batches = (
-            pa.RecordBatch.from_arrays(_to_arrays(rows, part, chunks, bounds, with_lineage), schema=schema)
+            pa.RecordBatch.from_arrays(_to_arrays(rows, part, chunks, bounds, needed, version_at), schema=schema)
             for part in _split(bounds)
         )
         return arrow_file.write(schema, batches)[0]
@@ -95,23 +102,30 @@ class ArrowLedgerCodec:
     def decode(self, data: bytes, names: Names) -> tuple[dict[str, Any], LedgerRows]:
         what = "a ledger object"
         parts = arrow_file.split(data, what)
-        schema, header = arrow_file.read_schema(data, parts.schema, FORMAT, what, (arrow_lineage.FEATURE,))
-        arrow_file.check_columns(schema, _schema(arrow_lineage.FEATURE in header.get("requires", [])), what)
+        schema, header = arrow_file.read_schema(data, parts.schema, FORMAT, what, FEATURES)
+        requires = header.get("requires", [])
+        arrow_file.check_columns(schema, _schema(requires), what)
         ledger_texts.check_header(header, what)
+        numbered = arrow_numbers.FEATURE in requires
+        versions = arrow_numbers.read_versions(header, names, what) if numbered else None
         rows = LedgerRows(names)
         nbytes_max = NBYTES_ALWAYS + RATIO_MAX * len(data)
         groups = arrow_file.groups(data, parts, ROWS_PER_BATCH, what, nbytes_max)
-        packed = [_read_batch(arrow_file.read_group(data, parts.schema, group, what), rows, what) for group in groups]
-        rows.packed = b"".join(packed)
-        if len(set(rows.call_ids)) != len(rows):
+        read = (arrow_file.read_group(data, parts.schema, group, what) for group in groups)
+        rows.packed = b"".join([_read_batch(batch, rows, requires, versions, what) for batch in read])
+        named = [call_id for call_id in rows.call_ids if call_id != NO_ID] if numbered else rows.call_ids
+        if len(set(named)) != len(named):
             raise Damaged(f"{what} has two rows for one call")
+        if numbered:
+            arrow_numbers.check(rows, what)
         if header.get("parent") is None and any(rows.kept):
             raise Damaged(f"{what} has no parent and keeps chunks of it")
         return header, rows
 
 
-def _schema(with_lineage: bool) -> pa.Schema:
-    return SCHEMA.append(arrow_lineage.FIELD) if with_lineage else SCHEMA
+def _schema(requires: Sequence[str]) -> pa.Schema:
+    more = [field for feature, field in zip(FEATURES, FIELDS, strict=True) if feature in requires]
+    return pa.schema([*SCHEMA, *more])
 
 
 def _split(bounds: Array) -> Iterator[slice]:
@@ -125,21 +139,28 @@ def _split(bounds: Array) -> Iterator[slice]:
 
 
 def _to_arrays(
-    rows: LedgerRows, part: slice, chunks: PackedChunks, bounds: Array, with_lineage: bool
+    rows: LedgerRows,
+    part: slice,
+    chunks: PackedChunks,
+    bounds: Array,
+    needed: tuple[bool, bool],
+    version_at: Array | None,
 ) -> list[pa.Array]:
     """The columns of one batch. Raises ValueError for a row that cannot be stored."""
     first, last = bounds[part.start], bounds[part.stop]
+    listed = _chunk_array(chunks[first:last], rows.names, version_at)
     return [
         columns.digests(_call_ids(rows.call_ids[part])),
         columns.uint32(rows.attempts[part], "an attempt"),
         pa.array(np.array(rows.states[part], np.uint8)),
         columns.uint32(rows.n_tokens[part], "a number of tokens"),
         columns.uint32(rows.kept[part], "a number of chunks"),
-        columns.lists(_chunk_array(chunks[first:last], rows.names), columns.offsets(rows.n_chunks[part])),
+        columns.lists(listed, columns.offsets(rows.n_chunks[part])),
         _identity_array(rows.identities[part]),
         pa.array(map(ledger_texts.ended_text, rows.ended[part]), pa.utf8()),
         pa.array(map(ledger_texts.history_text, rows.histories[part]), pa.utf8()),
-        *([arrow_lineage.array_of(rows.identities[part])] if with_lineage else []),
+        *([arrow_numbers.array_of(rows.numbers[part])] if needed[0] else []),
+        *([arrow_lineage.array_of(rows.identities[part])] if needed[1] else []),
     ]
 
 
@@ -166,30 +187,36 @@ def _identity_array(identities: list[Identity | None]) -> pa.Array:
     return dense if present.all() else dense.take(pa.array(np.cumsum(present) - 1, mask=~present))
 
 
-def _chunk_array(chunks: PackedChunks, names: Names) -> pa.StructArray:
-    versions = pa.array(chunks["version"])
-    lineages = pa.array([version.lineage for version in names.versions], pa.utf8())
-    numbers = pa.array([version.number for version in names.versions], pa.uint64())
+def _chunk_array(chunks: PackedChunks, names: Names, version_at: Array | None) -> pa.StructArray:
+    """`version_at`: where in the header each version is; None: a chunk says its own."""
+    if version_at is None:
+        versions = pa.array(chunks["version"])
+        lineages = pa.array([version.lineage for version in names.versions], pa.utf8()).take(versions)
+        numbers = pa.array([version.number for version in names.versions], pa.uint64()).take(versions)
+    else:
+        lineages, numbers = arrow_numbers.no_lineages(len(chunks)), pa.array(version_at[chunks["version"]])
     return pa.StructArray.from_arrays(
         [
             *(pa.array(np.ascontiguousarray(chunks[name])) for name in ("segment", "index", "start", "n_tokens")),
             columns.digests(chunks["digest"]),
-            lineages.take(versions),
-            numbers.take(versions),
+            lineages,
+            numbers,
         ],
         fields=_CHUNK_FIELDS,
     )
 
 
-def _read_batch(batch: pa.RecordBatch, rows: LedgerRows, what: str) -> bytes:
-    """Append the rows of a validated batch; their chunks are returned."""
-    call_id, attempt, state, n_tokens, kept, chunks, identity, ended, history, *lineage = batch.columns
+def _read_batch(
+    batch: pa.RecordBatch, rows: LedgerRows, requires: Sequence[str], versions: Array | None, what: str
+) -> bytes:
+    """Append the rows of a validated batch; their chunks are returned. `versions`: those of the header, by place."""
+    call_id, attempt, state, n_tokens, kept, chunks, identity, ended, history, *others = batch.columns
     states = columns.numbers(state, "state", what)
     if (states > DROPPED).any():
         raise Damaged(f"{what} has a row of unknown state {int(states.max())}")
     if ((states == ENDED) != columns.present(ended)).any():
         raise Damaged(f"{what} has a row whose state and end do not fit each other")
-    packed, bounds = _read_chunks(chunks, rows.names, what)
+    packed, bounds = _read_chunks(chunks, rows.names, versions, what)
     call_ids = columns.digest_values(columns.no_nulls(call_id, "call_id", what))
     rows.call_ids += map(CallId, call_ids)
     rows.attempts += columns.numbers(attempt, "attempt", what).tolist()
@@ -197,8 +224,10 @@ def _read_batch(batch: pa.RecordBatch, rows: LedgerRows, what: str) -> bytes:
     rows.n_tokens += columns.numbers(n_tokens, "n_tokens", what).tolist()
     rows.kept += columns.numbers(kept, "kept", what).tolist()
     rows.n_chunks += np.diff(bounds).tolist()
+    rows.numbers += [0] * len(call_ids) if versions is None else arrow_numbers.read(others[0], what)
     identities = _read_identities(identity, call_ids, what)
-    rows.identities += arrow_lineage.read(lineage[0], identities, what) if lineage else identities
+    with_lineage = arrow_lineage.FEATURE in requires
+    rows.identities += arrow_lineage.read(others[-1], identities, what) if with_lineage else identities
     rows.ended += _read_texts(ended, call_ids, what, ledger_texts.read_ended)
     rows.histories += _read_texts(history, call_ids, what, ledger_texts.read_history)
     return packed.tobytes()
@@ -259,7 +288,7 @@ def _read_identities(column: pa.Array, call_ids: list[bytes], what: str) -> list
     return found
 
 
-def _read_chunks(column: pa.Array, names: Names, what: str) -> tuple[PackedChunks, Array]:
+def _read_chunks(column: pa.Array, names: Names, said: Array | None, what: str) -> tuple[PackedChunks, Array]:
     """The chunks of all rows, and where those of each row begin and end."""
     values, bounds = columns.list_values(columns.no_nulls(column, "chunks", what), "chunks", what)
     segment, index, start, n_tokens, digest, lineage, number = values.flatten()
@@ -269,13 +298,21 @@ def _read_chunks(column: pa.Array, names: Names, what: str) -> tuple[PackedChunk
     packed["start"] = columns.numbers(start, "start", what)
     packed["n_tokens"] = columns.numbers(n_tokens, "n_tokens", what)
     packed["digest"] = columns.sixteens(columns.no_nulls(digest, "digest", what))
-    columns.no_nulls(lineage, "lineage", what)
-    columns.no_nulls(number, "number", what)
-    versions, version_at, wrong = columns.versions(lineage, number, np.ones(len(values), np.bool_))
-    if wrong.any():
-        raise Damaged(f"{what} lists a chunk without a policy lineage")
-    numbers = [names.version_number(PolicyVersion(*version)) for version in versions]
-    packed["version"] = np.array(numbers, np.uint32)[version_at]
+    packed["version"] = (
+        _read_versions(lineage, number, names, what)
+        if said is None
+        else arrow_numbers.version_numbers(lineage, number, said, what)
+    )
     if (packed["n_tokens"] < 1).any():
         raise Damaged(f"{what} lists a chunk without tokens")
     return packed, bounds
+
+
+def _read_versions(lineage: pa.Array, number: pa.Array, names: Names, what: str) -> Array:
+    columns.no_nulls(lineage, "lineage", what)
+    columns.no_nulls(number, "number", what)
+    versions, version_at, wrong = columns.versions(lineage, number, np.ones(len(lineage), np.bool_))
+    if wrong.any():
+        raise Damaged(f"{what} lists a chunk without a policy lineage")
+    numbers = [names.version_number(PolicyVersion(*version)) for version in versions]
+    return np.array(numbers, np.uint32)[version_at]

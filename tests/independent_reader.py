@@ -38,12 +38,13 @@ LEDGER = (
     "identity: struct<rollout: string, turn: uint64, request_digest: fixed_size_binary[16], source_digest: string, "
     "restart_only: string, segment: string, index: uint32>, ended: string, history: string"
 )
-LINEAGE = ", lineage: struct<model_call: uint32, parent: fixed_size_binary[16]>"
+NUMBERS, LINEAGE = ", call: uint32", ", lineage: struct<model_call: uint32, parent: fixed_size_binary[16]>"
 SEGMENT = (
     "kind: uint8, call_id: fixed_size_binary[16], attempt: uint32, start: uint32, token_ids: list<: int32>, "
     "logprobs: list<: float>, mask_starts: list<: uint32>, mask_values: list<: bool>, lineage: string, "
     "number: uint64, digest: fixed_size_binary[16], body: string"
 )
+FEATURES = {"call-numbers": NUMBERS, "call-lineage": LINEAGE}
 ARROW_NAMES = {"float16": "halffloat", "float32": "float", "float64": "double"}
 COLUMNS_LIMIT, WIDTH_LIMIT, WIDE_LIMIT = 256, 4096, 1 << 28
 
@@ -118,7 +119,8 @@ def read_arrow(data, name, kind, columns, known=()):
         check_version(header, name, f"prefix-recovery/{kind}", known)
         found = ", ".join(f"{field.name}: {field.type}" for field in reader.schema)
         types = [type_ for type_ in TYPES if f"wide_{type_}" in reader.schema.names] if kind == "segment" else []
-        columns += LINEAGE if kind == "ledger" and header.get("requires") else ""
+        if kind == "ledger":
+            columns += "".join(more for feature, more in FEATURES.items() if feature in header.get("requires", []))
         wide = "".join(f", wide_{type_}: list<: {ARROW_NAMES.get(type_, type_)}>" for type_ in types)
         columns += f", wide: string{wide}" if types else ""
         need(re.sub("(?<=list<)[^:]*|( not null)", "", found) == columns, name, "has other columns")
@@ -184,14 +186,15 @@ def read_ledger(root, ref, name):
     while len(chain) <= depth:
         need(ref is not None, name, f"has no parent, and {depth} objects before the newest are needed")
         name, data = fetch_referenced(root, ref, name, "ledger", ARROW_LIMIT)
-        header, _, batches = read_arrow(data, name, "ledger", LEDGER, ("call-lineage",))
-        chain.append((name, header, batches))
+        header, _, batches = read_arrow(data, name, "ledger", LEDGER, tuple(FEATURES))
+        chain.append((name, header, numbered(name, header, batches)))
         ref = chain[-1][1].get("parent")
         if len(chain) == 1:
             with reading(name):
                 depth = chain[0][1]["depth"]
                 need(type(depth) is int and 0 <= depth <= DEPTH_LIMIT, name, f"has depth {depth!r:.60}")
     calls, segments, numbers, unknown = {}, {}, {}, set()
+    meant = name_calls(chain)
     for name, header, _ in chain:
         with reading(name):
             infos = {info["key"]: info for info in header["segments"]}
@@ -205,9 +208,11 @@ def read_ledger(root, ref, name):
                 need(same, name, f"describes {key} in another way")
             numbers |= told
             segments |= infos
-    for name, header, batches in reversed(chain):
+    for name, header, rows in reversed(chain):
         with reading(name):
-            rows = [row for batch in batches for row in batch.to_pylist()]
+            for row in rows:
+                need(row["call_id"] != bytes(16) or row["call"] in meant, name, f"means no call by {row.get('call')}")
+                row["call_id"] = meant[row["call"]] if row["call_id"] == bytes(16) else row["call_id"]
             need(len({row["call_id"] for row in rows}) == len(rows), name, "has two rows for one call")
             need(header["parent"] is not None or not any(row["kept"] for row in rows), name, "keeps chunks of nothing")
             for row in rows:
@@ -218,6 +223,41 @@ def read_ledger(root, ref, name):
             for chunk in row["chunks"]:
                 chunk["key"] = numbers[chunk["segment"]]
     return calls, segments, depth, chain[0][1]["flushed"]
+
+
+def numbered(name, header, batches):
+    """Rows as an object without numbers has them, but for `call`, and the ids that are left to it."""
+    with reading(name):
+        rows = [row for batch in batches for row in batch.to_pylist()]
+        if "call-numbers" not in header.get("requires", []):
+            return rows
+        at = 0
+        for batch in batches:
+            number = 0
+            for row in rows[at : at + batch.num_rows]:
+                row["call"] = number = (row["call"] + number) % (1 << 32)
+            at += batch.num_rows
+        given = [row["call"] for row in rows if row["call"]]
+        need(len(set(given)) == len(given), name, "has a number in two rows")
+        need(max(given, default=0) < header["calls_numbered"], name, "has a call's number that is not given out")
+        for row in rows:
+            is_whole = row["state"] == 2 or (row["kept"] == 0 and row["identity"] and row["history"])
+            need(row["call_id"] != bytes(16) or (row["call"] and not is_whole), name, "has a row of no call")
+            for chunk in row["chunks"]:
+                need(chunk["lineage"] == "", name, "has a lineage beside a version's place")
+                chunk["lineage"], chunk["number"] = header["versions"][chunk["number"]]
+        return rows
+
+
+def name_calls(chain):
+    """Which call each number means, in all objects of a ledger."""
+    meant = {}
+    for name, _, rows in chain:
+        for row in rows:
+            if row.get("call") and row["call_id"] != bytes(16):
+                same = meant.setdefault(row["call"], row["call_id"]) == row["call_id"]
+                need(same, name, f"means two calls by {row['call']}")
+    return meant
 
 
 def merge(row, calls, unknown, name):

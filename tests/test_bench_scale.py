@@ -21,7 +21,11 @@ from bench.jobs import Life
 from bench.prices import dollars
 from bench.scale_day import Day, Size
 from bench.simulated import Fleet, is_as_decoded
+from recovery.errors import StoreUnavailable
+from recovery.layout import SEGMENTS
+from recovery.protocol import Verdict
 from storage_backends.memory import MemoryStore
+from storage_backends.testing.faults import PASS, FaultyStore, RaiseBefore, Step, Verb
 
 
 def _document(tmp_path: Path, part: str) -> dict[str, Any]:
@@ -49,14 +53,34 @@ def test_a_day_of_failures_in_small_loses_nothing(tmp_path: Path) -> None:
     figures = document["figures"]["day"]
     assert figures["snapshots published"] + figures["snapshots abandoned"] <= 60 and figures["requests"]["put_new"]
     met = {bound["name"]: bound["met"] for bound in document["bounds"]}
-    assert len(met) == 3 and all(met.values()), met
+    assert len(met) == 4 and all(met.values()), met
 
 
 def test_a_store_that_hardly_ever_works_loses_nothing_either(rng: random.Random) -> None:
     draw = np.random.default_rng(rng.randrange(1 << 32))
     day = Day(Size(workers=3, calls=12, minutes=40, tokens=64, failures=40), draw)
     day.run()
-    assert (day.seen.lost, day.seen.other, day.seen.ended_twice) == (0, 0, 0)
+    assert (day.seen.behind, day.seen.lost, day.seen.other, day.seen.ended_twice) == (0, 0, 0, 0)
+
+
+def test_what_was_stored_before_a_snapshot_failed_is_in_the_next() -> None:
+    """One worker's segment is stored, the other's is not, and the snapshot is abandoned."""
+    segments: list[str] = []
+
+    def step(verb: Verb, key: str) -> Step:
+        segments.extend([key] * (verb == "put_new" and key.startswith(SEGMENTS)))
+        return RaiseBefore(StoreUnavailable("now")) if len(segments) == 4 and segments[-1] == key else PASS
+
+    life = Life(FaultyStore(MemoryStore(), step), lambda seat: Fleet(seat, 2))
+    life.workers.open(range(6), [100] * 6)
+    verdicts = []
+    for _ in range(3):
+        life.workers.decode(8)
+        verdicts.append(life.attempt().verdict)
+        if verdicts[-1] is Verdict.PUBLISHED:
+            assert life.workers.behind(life.publication.ledger) == 0
+    assert verdicts == [Verdict.PUBLISHED, Verdict.ABANDONED, Verdict.PUBLISHED]
+    assert [entry.n_tokens for entry in life.publication.ledger] == [24] * 6
 
 
 def test_a_lost_worker_begins_its_calls_again_and_a_rewound_one_hands_them_over_again() -> None:

@@ -60,10 +60,14 @@ class Ledgers(ArrowLedgerCodec):
 
     def decode(self, data: bytes, names: Names) -> tuple[dict[str, Any], LedgerRows]:
         if data not in self._known:
-            self._known[data] = super().decode(data, self._names)
+            own = Names(self._names)
+            own.calls = {}  # stores have versions in common, not calls
+            self._known[data] = super().decode(data, own)
         header, rows = self._known[data]
         names.versions, names._version_numbers = self._names.versions, self._names._version_numbers
-        return dict(header), replace(rows, names=names)
+        rows = replace(rows, names=names)
+        rows.bind()
+        return dict(header), rows
 
 
 SEGMENTS, LEDGERS = Segments(), Ledgers()

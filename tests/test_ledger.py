@@ -117,6 +117,7 @@ class LedgerWorld:
         self.index = 0
         self.objects: list[tuple[dict[str, Any], LedgerRows]] = []
         self.said_in: dict[CallId, int] = {}
+        self.numbered: dict[int, CallId] = {}
 
     def open_calls(self) -> list[str]:
         return [rollout for rollout, call in self.calls.items() if not call.ended]
@@ -259,8 +260,11 @@ class LedgerWorld:
         described = {number: self.ledger.segments.info(number) for number in sorted(rows.segments())}
         if not pick([True, True, False]):
             return
+        header = {"segments": described, "calls_numbered": self.ledger.call_numbers.numbered}
         self.ledger.published()
-        self.objects.append(({"segments": described}, replace(rows, names=Names(rows.names))))
+        self.objects.append((header, replace(rows, names=Names(rows.names))))
+        for number, call_id in zip(rows.numbers, rows.call_ids, strict=True):
+            assert 0 < number < header["calls_numbered"] and self.numbered.setdefault(number, call_id) == call_id
         self.said_in.update(dict.fromkeys(said, len(self.objects) - 1))
         assert flat(self.loaded(self.objects)) == flat_model(self.calls)
         assert len(self.ledger.rows()) == 0
@@ -272,9 +276,15 @@ class LedgerWorld:
         assert flat(self.loaded(enough)) == flat_model(self.calls)
 
     def loaded(self, objects: list[tuple[dict[str, Any], LedgerRows]]) -> Ledger:
-        """As a process that has nothing but the objects sees them."""
+        """As a process that has nothing but the objects sees them, with ids only where a row has to have one."""
         names = Names(objects[0][1].names)
-        return Ledger.from_objects((header, replace(rows, names=names)) for header, rows in objects)
+        stored = [
+            (header, replace(rows, names=names, call_ids=rows.shortest_ids(), by_number=True))
+            for header, rows in objects
+        ]
+        for _, rows in reversed(stored):  # the newest is read first
+            rows.bind()
+        return Ledger.from_objects(stored)
 
     def reload(self, pick: Pick) -> None:
         """What a restore reads is the last acknowledged publication; it can be written on top of."""

@@ -94,6 +94,7 @@ class Seen:
     stored: list[int] = field(default_factory=list)
     objects: list[int] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
+    behind: int = 0
     lost: int = 0
     other: int = 0
     ended: set[int] = field(default_factory=set)
@@ -176,6 +177,7 @@ class Day:
         """Remember what was acknowledged."""
         self.seen.published += 1
         ledger = life.publication.ledger
+        self.seen.behind += life.workers.behind(ledger)
         self._count_ended([number_of(entry.identity.rollout) for entry in map(ledger.get, ended) if entry is not None])
         self._drops.append((minute, list(ended)))
         self._known = {number_of(e.identity.rollout): (e.attempt, e.n_tokens) for e in ledger}
@@ -308,6 +310,7 @@ def measure(report: Report, size: Size) -> None:
             ["their list price", f"{price:.2f} $"],
         ],
     )
+    report.bound("calls of which a published snapshot lacks what was stored before it", seen.behind, 0)
     report.bound("acknowledged calls that a restore lost", seen.lost, 0)
     report.bound("restored calls that are not what was decoded", seen.other, 0)
     report.bound("calls that ended twice", seen.ended_twice, 0)

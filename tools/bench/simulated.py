@@ -20,6 +20,7 @@ from bench.jobs import SAMPLING, VERSION, Seat, job_state
 from recovery import codec
 from recovery.calls import Stored
 from recovery.layout import segment_stem
+from recovery.ledger import Ledger
 from recovery.model import Array, CallId, Ended, Opened, Record, Request
 from recovery.records import CHUNK, SIXTEEN, Records, digests, no_columns
 from recovery.restored import RestoredCall
@@ -181,6 +182,11 @@ class Worker:
         records = self._kept.get(key)
         return None if records is None else self.store(records)
 
+    def behind(self, ledger: Ledger) -> int:
+        """Of how many calls the ledger lacks what was frozen."""
+        found = zip(map(ledger.get, self._ids), self._frozen.tolist(), strict=True)
+        return sum(frozen > (0 if entry is None else entry.n_tokens) for entry, frozen in found)
+
     def published(self) -> None:
         self._kept.clear()
         if self._over.any():
@@ -195,6 +201,7 @@ class Fleet:
         self.workers = [Worker(f"w{number}", seat) for number in range(n_workers)]
         self._mishap = mishap
         self._frozen: list[tuple[Worker, Records]] = []
+        self._staged: list[Staged] = []
 
     def open(self, numbers: Sequence[int], lengths: Sequence[int]) -> None:
         """New calls of these numbers, spread over the workers in blocks."""
@@ -243,12 +250,12 @@ class Fleet:
         self._frozen += [(worker, worker.freeze()) for worker in self.workers]
 
     def stage(self, timeout_s: float) -> list[Staged]:
-        staged = []
-        while self._frozen:
+        while self._frozen:  # what is stored when a later one fails goes with the next snapshot
             worker, records = self._frozen[0]
             if len(records):
-                staged.append(worker.store(records))
+                self._staged.append(worker.store(records))
             del self._frozen[0]
+        staged, self._staged = self._staged, []
         return staged
 
     def store_again(self, staged: Staged, timeout_s: float) -> Staged | None:
@@ -258,6 +265,10 @@ class Fleet:
     def rewind(self, stored: Stored) -> None:
         for worker in self.workers:
             worker.rewind(stored)
+
+    def behind(self, ledger: Ledger) -> int:
+        """Calls of which a ledger that was just published lacks what was handed over."""
+        return sum(worker.behind(ledger) for worker in self.workers)
 
 
 def number_of(rollout: str) -> int:
