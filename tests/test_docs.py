@@ -163,6 +163,16 @@ def test_python_fits_what_it_imports_and_calls(block: Block) -> None:
         signature.bind(*node.args, **{str(keyword.arg): keyword.value for keyword in node.keywords})
 
 
+def test_what_the_pages_import_is_in_the_reference() -> None:
+    """It says of everything else that it is internal and may move."""
+    reference = (ROOT / "docs" / "reference" / "python.md").read_text("utf-8")
+    parse = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
+    trees = [compile(block.text, named(block), "exec", parse) for block in blocks("python")]
+    imported = {name for tree in trees for name in _ours(tree)}
+    assert len(imported) > 20
+    assert {name for name in imported if not re.search(rf"\b{name}\b", reference)} == set()
+
+
 @pytest.mark.parametrize(
     "block", [b for b in blocks("python") if b.page == "docs/configuration.md" and "omegaconf" not in b.text], ids=named
 )
