@@ -103,6 +103,10 @@ class CheckpointingConfig(Block, frozen=True, kw_only=True, forbid_unknown_field
     store_options: Annotated[StoreOptions, Meta(description="How a store on S3 is reached.")] = StoreOptions()
     codec: Annotated[Literal["arrow", "zarr"], Meta(description="Encoding of new segments.")] = "arrow"
     gym: Annotated[GymConfig, Meta(description="What is captured during generation.")] = GymConfig()
+    staging: Annotated[
+        Literal["store", "transfer_queue"],
+        Meta(description="Where flushes wait for a snapshot: in the store, or in a TransferQueue on Ray."),
+    ] = "store"
     snapshot_interval_s: Annotated[Duration, Meta(description="Seconds between two snapshots.")] = 60.0
     snapshot_timeout_s: Annotated[Duration, Meta(description="Seconds until a snapshot is abandoned.")] = 30.0
     keep_latest_k: Annotated[Positive, Meta(description="Snapshots kept; two are recommended.")] = 2

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from recovery.config import CheckpointingConfig, JobConfig, LoopConfig, RolloutConfig
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_STORE = "rollout_checkpointing.store"
+_STORE, _STAGING = "rollout_checkpointing.store", "rollout_checkpointing.staging"
 
 
 class Unsupported(NamedTuple):
@@ -84,6 +84,9 @@ def check_combinations(config: JobConfig) -> None:
         raise FieldError("sampling.n", "is not how samples are counted", "use samples_per_prompt")
     _check_ray(config, on)
     _check_store(block, on)
+    if on and block.staging != "store" and config.workers == 1 and config.ray.address is None:
+        problem = f"found {block.staging}, and this job runs in one process, which its queue would die with"
+        raise FieldError(_STAGING, problem, "set workers: 2 (or more), or ray.address; or leave it out")
     _check_places(config, block.store if on else None)
     for row in NOT_OF_A_BATCH_JOB:
         _check_one(config, row)
@@ -116,6 +119,9 @@ def _check_store(block: CheckpointingConfig, on: bool) -> None:
         problem = f"{block.store} does not survive a crash"
         raise FieldError(_STORE, problem, "use a folder or an s3:// URL")
     options = block.store_options.given()
+    if on and block.staging != "store" and not block.gym.generation_chunk_flush_tokens:
+        problem = f"found {block.staging}, and nothing is flushed between two snapshots"
+        raise FieldError(_STAGING, problem, "set gym.generation_chunk_flush_tokens to 1 or more, or leave it out")
     if on and options and not str(block.store).lower().startswith("s3:"):
         problem = f"is given, and {block.store} is not on S3"
         raise FieldError(f"{_STORE}_options.{next(iter(options))}", problem, "only stores on s3:// have options")

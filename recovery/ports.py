@@ -61,6 +61,27 @@ class ObjectStore(Protocol):
         """Remove `key`; removing what is not there is fine."""
 
 
+class Staging(Protocol):
+    """Where segments wait in the memory of other processes until a snapshot has them in the store. Nothing in it is
+    durable, and nothing that comes out of it is believed: a segment's key ends with the sum of its bytes.
+
+    Errors of every verb: StoreUnavailable.
+    """
+
+    def stage(self, key: str, data: bytes) -> None:
+        """On return whoever has the same staging can fetch it, byte for byte. Raises DigestMismatch if `data` is not
+        what `key` says, or if it reads back as something else; ObjectMissing if it does not read back."""
+
+    def staged(self, prefix: str) -> Sequence[str]:
+        """Keys of segments that should be there, in key order; `fetch` tells which are."""
+
+    def fetch(self, key: str) -> bytes:
+        """What was staged as `key`. Raises ObjectMissing, or DigestMismatch if it is not that any more."""
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Forget these; forgetting what is not there is fine."""
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedSegment:
     """A segment as bytes, with the coordinates that the ledger keeps (its key is given when it is put)."""

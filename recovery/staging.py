@@ -1,8 +1,8 @@
 """From frozen records to one stored segment: the only writer of segments.
 
-Owns: flush numbers, what was frozen but could not be stored yet, the queue of what was stored and no snapshot has
-taken yet, and the bytes of what is stored and not published.
-Does not know: who froze it, when a snapshot is due, what a ledger is.
+Owns: flush numbers, what was frozen and is not stored yet, which of that also waits in a staging, the queue of what was
+stored and no snapshot has taken yet, and the bytes of what is stored and not published.
+Does not know: who froze it, when a snapshot is due, what a ledger is, what a staging is made of.
 
 Invariants:
 1. Flushes of one incarnation are stored in the order in which they were frozen, by one thread.
@@ -13,6 +13,10 @@ Invariants:
    cut is never refused.
 5. The bytes of a segment are kept, encoded, until a snapshot with it is published (the newest KEPT_NBYTES of them): one
    that does not read back is stored again, as it was (`store_again`).
+6. With a staging, what a periodic flush carries waits there, and here, until the next flush that is not periodic or
+   carries the end of a call: that one stores all of it. Whatever the staging does, nothing of it is stored less.
+7. A staging that failed is not asked again before the next snapshot is published: it costs one wait, not one a flush.
+   What waited there is dropped when a snapshot is published after all of it was stored.
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ from recovery.coordinates import EndedAt, OpenedAt, StoredAt
 from recovery.errors import RecoveryError
 from recovery.layout import segment_stem
 from recovery.lineage import lineage_of
-from recovery.model import CallId, Identity, Record, RecordRef, SegmentInfo
-from recovery.ports import Entropy, ObjectStore, SegmentCodec
+from recovery.model import CallId, Ended, Identity, Record, RecordRef, SegmentInfo
+from recovery.ports import EncodedSegment, Entropy, ObjectStore, SegmentCodec, Staging
 from recovery.records import CHUNK, Records, raw_nbytes
 
 SEGMENT_RECORDS, SEGMENT_RAW_NBYTES = 1 << 14, 512 << 20
@@ -39,6 +43,9 @@ and read it again, and one with large wide columns does not take the memory of t
 
 KEPT_NBYTES = 256 << 20
 """A snapshot interval of some fifty million tokens; more is kept by nobody who publishes."""
+
+WAITING_RECORDS, WAITING_RAW_NBYTES = 1 << 14, 256 << 20
+"""As much may wait in a staging, since it waits here too; with more, a periodic flush is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,8 @@ class Staged:
 class StagingCounters:
     """Counted since the start of the process. `backlog_records` is what failed flushes left to carry; `stored_again`
     the segments that did not read back and were written a second time; `error` is what the last flush said, None if it
-    was stored, and `failures_in_a_row` how many before it were not."""
+    was stored, and `failures_in_a_row` how many before it were not. `waited`: flushes that a staging took;
+    `staging_failures`: those that it did not, `staging_error` what it said last, None if it took the last one."""
 
     flushes: int = 0
     failures: int = 0
@@ -67,6 +75,9 @@ class StagingCounters:
     failures_in_a_row: int = 0
     error: RecoveryError | None = None
     last_failure: str = ""
+    waited: int = 0
+    staging_failures: int = 0
+    staging_error: RecoveryError | None = None
 
 
 def coordinates_of(records: Sequence[Record], segment: str) -> StoredAt:
@@ -117,8 +128,14 @@ class Stager:
         epoch: int,
         worker: str,
         on_staged: Callable[[Staged], None] = lambda staged: None,
+        staging: Staging | None = None,
     ) -> None:
         self._store = store
+        self._staging = staging
+        self._n_waiting = self._waiting_nbytes = 0
+        self._waiting: list[str] = []
+        self._obsolete: list[str] = []
+        self._rests = self._closed = False
         self._codec = codec
         self._entropy = entropy
         self._epoch = epoch
@@ -138,14 +155,15 @@ class Stager:
     def busy(self) -> bool:
         return self._queued > 0
 
-    def flush(self, captured: Sequence[Captured]) -> Future[RecoveryError | None]:
+    def flush(self, captured: Sequence[Captured], *, periodic: bool = False) -> Future[RecoveryError | None]:
         """Queue a flush. The future gives None, or the error because of which the records wait for the next one.
 
-        Any other exception is a program error; the future raises it, and the records wait all the same.
+        Any other exception is a program error; the future raises it, and the records wait all the same. None for a
+        `periodic` one may mean that the staging has it, and the store not yet.
         """
         with self._lock:
             self._queued += 1
-        return self._pool.submit(self._run, captured)
+        return self._pool.submit(self._run, captured, periodic)
 
     def refuse(self) -> None:
         """Count a periodic flush that was not even frozen because one is still being written."""
@@ -165,6 +183,9 @@ class Stager:
         with self._lock:
             for key in taken:
                 self._kept.pop(key, None)
+            self._rests = False
+            if self._staging is not None and self._obsolete and not self._closed:
+                self._pool.submit(self._drop, self._staging)
 
     def store_again(self, staged: Staged) -> Future[Staged | None]:
         """Queue a second write of a segment, under another name. None: its bytes are not kept any more.
@@ -174,14 +195,18 @@ class Stager:
         return self._pool.submit(self._store_again, staged)
 
     def close(self, *, wait: bool) -> None:
+        with self._lock:
+            self._closed = True
         self._pool.shutdown(wait=wait, cancel_futures=not wait)
 
-    def _run(self, captured: Sequence[Captured]) -> RecoveryError | None:
+    def _run(self, captured: Sequence[Captured], periodic: bool) -> RecoveryError | None:
         self._backlog.extend(captured)  # before anything can fail: invariant 2
         stored: list[Staged] = []
         failure: RecoveryError | None = None
+        waits = False
         try:
-            while self._backlog:
+            waits = periodic and self._stage()
+            while self._backlog and not waits:
                 stored.append(self._store_segment(self._next_records()))
         except RecoveryError as error:
             self.counters.failures += 1
@@ -189,20 +214,61 @@ class Stager:
             self.counters.error, self.counters.last_failure = error, error.message
             failure = error
         finally:
-            self.counters.backlog_records = len(self._backlog)
+            self.counters.backlog_records = len(self._backlog) - self._n_waiting
             with self._lock:
                 self._queued -= 1
-        if failure is None:
+        if failure is None and not waits:
             self.counters.failures_in_a_row, self.counters.error = 0, None
         for staged in stored:
             self._on_staged(staged)  # last: who is told may want the next flush, and must not find this one queued
         return failure
 
-    def _next_records(self) -> Records:
-        """The first records of the backlog, as many as one segment takes; at least one."""
+    def _stage(self) -> bool:
+        """Give the staging what it has not. False: all of the backlog is to be stored now."""
+        if self._staging is None or self._rests:
+            return False
+        if len(self._backlog) > WAITING_RECORDS or self._waiting_nbytes > WAITING_RAW_NBYTES:
+            return False
+        if any(isinstance(item, Ended) for item in self._backlog[self._n_waiting :]):
+            return False
+        try:
+            while self._n_waiting < len(self._backlog):
+                records = self._next_records(self._n_waiting)
+                segment = self._encode(records)
+                self._waiting.append(segment.info.key)  # before it is asked: it may have it and not say so
+                self._staging.stage(segment.info.key, segment.data)
+                self._n_waiting += len(records)
+                self._waiting_nbytes += int(records.raw_nbytes().sum())
+                self.counters.waited += 1
+        except RecoveryError as error:
+            self._staging_failed(error)
+            return False
+        self.counters.staging_error = None
+        return True
+
+    def _staging_failed(self, error: RecoveryError) -> None:
+        self.counters.staging_failures += 1
+        self.counters.staging_error = error
+        self._rests = True
+
+    def _drop(self, staging: Staging) -> None:
+        keys, self._obsolete = self._obsolete, []
+        try:
+            staging.drop(keys)
+        except RecoveryError as error:  # they are dropped after the next snapshot
+            self._obsolete = keys + self._obsolete
+            self._staging_failed(error)
+
+    def _encode(self, records: Records) -> EncodedSegment:
+        self._flush += 1
+        stem = segment_stem(self._epoch, self.writer, self._flush, self._entropy.hex(4))
+        return self._codec.encode(records, stem)
+
+    def _next_records(self, first: int = 0) -> Records:
+        """Records of the backlog from `first` on, as many as one segment takes; at least one."""
         records: list[Record] = []
         nbytes = 0
-        for item in self._backlog[:SEGMENT_RECORDS]:
+        for item in self._backlog[first : first + SEGMENT_RECORDS]:
             record = item.to_chunk() if isinstance(item, Run) else item
             nbytes += raw_nbytes(record)
             if records and nbytes > SEGMENT_RAW_NBYTES:
@@ -211,12 +277,14 @@ class Stager:
         return Records.of(records)
 
     def _store_segment(self, records: Records) -> Staged:
-        self._flush += 1
-        stem = segment_stem(self._epoch, self.writer, self._flush, self._entropy.hex(4))
-        segment = self._codec.encode(records, stem)
+        segment = self._encode(records)
         # EXISTS can only be our own earlier answer that was lost: the name is random. Validation reads it back.
         self._store.put_new(segment.info.key, segment.data)
         self._backlog = self._backlog[len(records) :]
+        self._n_waiting = max(0, self._n_waiting - len(records))
+        if not self._n_waiting:
+            self._obsolete += self._waiting
+            self._waiting, self._waiting_nbytes = [], 0
         self._keep(segment.info.key, segment.data)
         staged = Staged(segment.info, coordinates_of(records, segment.info.key), self.writer, self._flush)
         self.counters.flushes += 1

@@ -63,6 +63,7 @@ rollout_checkpointing:
   gym:
     mode: prefix_recovery
     generation_chunk_flush_tokens: 256
+  staging: store
   snapshot_interval_s: 60
   snapshot_timeout_s: 30
   keep_latest_k: 2

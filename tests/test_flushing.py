@@ -31,7 +31,7 @@ class World:
     def busy(self) -> bool:
         return bool(self.writes)
 
-    def flush(self, captured: Any) -> Future[RecoveryError | None]:
+    def flush(self, captured: Any, *, periodic: bool) -> Future[RecoveryError | None]:
         self.writes.append((captured, Future()))
         self.n_writes += 1
         return self.writes[-1][1]

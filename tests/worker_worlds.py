@@ -26,6 +26,7 @@ from storage_backends import open_store
 from storage_backends.codecs import MixedSegmentCodec
 from tests.fake_engine import EOS, MUST, PROMPTS, STOP, Prompt, logprob, next_token
 from tests.fakes import SeededEntropy
+from vllm_hooks import opening
 from vllm_hooks.ray_workers.coordination import Coordination
 from vllm_hooks.ray_workers.messages import Claimed, Gone, Joining, NotAMember, Superseded
 from vllm_hooks.ray_workers.worker_session import WorkerSession
@@ -51,7 +52,8 @@ class Worker:
         self.n_decoded = 0
         store = open_store(world.config.store or "", create=True)
         entropy = SeededEntropy(f"{name} {world.rng.random()}")
-        self.session = WorkerSession(world.config, store, MixedSegmentCodec("arrow"), entropy, name, self._claim)
+        parts = (MixedSegmentCodec("arrow"), entropy, name, self._claim, opening.staging_for(world.config, store))
+        self.session = WorkerSession(world.config, store, *parts)
         self.session.bind()
         self.session.on_superseded = self._superseded
 

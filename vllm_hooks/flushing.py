@@ -66,9 +66,9 @@ class Flushing:
             self._scheduled = True
             self._loop.call_soon(self._flush)
 
-    def submit(self, captured: Sequence[Captured]) -> Future[RecoveryError | None]:
+    def submit(self, captured: Sequence[Captured], *, periodic: bool = False) -> Future[RecoveryError | None]:
         """Hand records to the stager; when it is done with them, whichever way, what had to wait is granted."""
-        flush = self._stager.flush(captured)
+        flush = self._stager.flush(captured, periodic=periodic)
         flush.add_done_callback(self._tell_loop)
         return flush
 
@@ -105,4 +105,4 @@ class Flushing:
             self._stager.refuse()
             return
         self._wanted = False
-        self.submit(self._freeze())
+        self.submit(self._freeze(), periodic=True)

@@ -3,8 +3,10 @@
 Owns: the choice of codec and store, the real clock and randomness, and the sequence claim, choose, restore.
 Does not know: the event loop, capture.
 
-Invariant:
+Invariants:
 1. The epoch is claimed before anything is read for a decision: from then on the predecessor can publish nothing.
+2. What waits in a staging is in the store before a snapshot is chosen: adoption finds it there, as if it had never been
+   anywhere else.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from typing import Any
 from recovery.codec import canonical_json, fingerprint
 from recovery.config import CheckpointingConfig
 from recovery.errors import Damaged
+from recovery.layout import SEGMENTS
 from recovery.log import Slot
 from recovery.log_reading import Read, find_tail, walk_back
 from recovery.origin import refuse_unfinished_import
-from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
+from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec, Staging
 from recovery.publication import Publication
 from recovery.restore import (
     Choice,
@@ -39,11 +42,14 @@ from recovery.restore import (
 )
 from recovery.restored import Restored
 from recovery.resume import StopRules
+from recovery.salvage import salvage
 from recovery.slots import SlotLog
-from recovery.snapshots import Snapshot, load, make_root
+from recovery.snapshots import Snapshot, check_root, load, make_root
 from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.codecs import MixedSegmentCodec
+from storage_backends.stagings import CheckedStaging
+from storage_backends.transfer_queue import QueueRows
 from vllm_hooks.watching import Reading, watched
 
 
@@ -78,6 +84,7 @@ class Opened:
     fingerprint: str
     changed: list[str]
     """Recorded fields of the engine that are not as they were (recorded_differences)."""
+    staging: Staging | None = None
 
 
 def open_store_for(
@@ -90,11 +97,12 @@ def open_store_for(
     exactness: str,
     compatible: Callable[[Mapping[str, bytes]], None] = anything,
     reading: Reading | None = None,
+    again: bool = False,
 ) -> Opened:
     """Open (or make) the store of `config`, claim its next epoch and restore. Raises RecoveryError and its kin.
 
     `compatible` is asked about the states of each snapshot that could be taken; see recovery.restore.choose. Without
-    `stop` no call is planned.
+    `stop` no call is planned. `again`: the job is running; a staging that does not answer is done without.
     """
     assert config.store is not None
     store = open_store(config.store, create=True, **config.store_options.given())
@@ -108,6 +116,9 @@ def open_store_for(
     log = SlotLog(store, clock, entropy, owner, single_writer=config.store_options.exclusive)
     refuse_foreign(store, ledgers, must, config.restore)
     log.claim()
+    staging = staging_for(config, store)
+    if staging is not None and (error := salvage(staging, store, SEGMENTS).error) is not None and not again:
+        raise error
     restored_from = watched(store, log.tail, reading)
     chosen = choose(restored_from, segments, ledgers, log.tail, config.restore, must, compatible)
     publication = Publication.on_top_of(
@@ -131,7 +142,14 @@ def open_store_for(
         # A self-test compares an engine with itself. With a prefix of another one nothing is promised.
         exactness="statistical" if changed else exactness,
     )
-    return Opened(store, segments, clock, entropy, publication, restored, states, hexes, changed)
+    return Opened(store, segments, clock, entropy, publication, restored, states, hexes, changed, staging)
+
+
+def staging_for(config: CheckpointingConfig, store: ObjectStore) -> Staging | None:
+    """Where flushes of this store wait; None: in the store itself. Raises ConfigError if what it takes is missing."""
+    if config.staging == "store":
+        return None
+    return CheckedStaging(QueueRows(f"prefix-recovery-{check_root(store)['store_id']}"))
 
 
 def refuse_foreign(store: ObjectStore, ledgers: LedgerCodec, must: Mapping[str, Any], choice: Choice) -> None:

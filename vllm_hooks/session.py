@@ -122,6 +122,7 @@ class RecoverySession(Capturing):
             epoch=opened.publication.log.epoch,
             worker="w0",
             on_staged=self._on_staged,
+            staging=opened.staging,
         )
         rewound = isinstance(self._config.restore, int)
         self.participants = Participants(opened.states, opened.clock, rewound=rewound)

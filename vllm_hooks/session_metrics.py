@@ -178,6 +178,8 @@ class SessionMetrics:
         flushes = _counter("flushes", "Flushes by what became of them.", "outcome")
         for outcome, n in (("stored", staging.flushes), ("failed", staging.failures), ("skipped", staging.skipped)):
             flushes.add_metric([outcome], n)
+        flushes.add_metric(["waiting"], staging.waited)
+        flushes.add_metric(["not_waiting"], staging.staging_failures)
         yield flushes
         backlog = "Tokens captured and not yet stored: what a crash now would cost."
         yield _gauge("backlog_tokens", backlog, max(0, captured - staging.tokens))

@@ -19,8 +19,8 @@ from recovery.errors import RecoveryError
 from recovery.protocol import Verdict
 from recovery.staging import StagingCounters
 
-Kind = Literal["tokens", "snapshots", "garbage", "compaction", "rows"]
-"""Captured tokens, snapshots, deletions and old segments in the store; rows in an output."""
+Kind = Literal["tokens", "staging", "snapshots", "garbage", "compaction", "rows"]
+"""Captured tokens, snapshots, deletions and old segments in the store; tokens in a staging; rows in an output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ def troubles_of(
 ) -> Iterator[Trouble]:
     if staging.error is not None:
         yield Trouble("tokens", staging.failures_in_a_row, staging.error, staging.backlog_records)
+    if staging.staging_error is not None:
+        yield Trouble("staging", staging.staging_failures, staging.staging_error)
     if attempts.error is not None:
         yield Trouble("snapshots", attempts.abandoned, attempts.error, stands=attempts.stands)
     if attempts.garbage_error is not None:

@@ -31,6 +31,7 @@ from prefix_recovery.processes import descendants
 from prefix_recovery.progress import Progress
 from prefix_recovery.remote import RemoteEngine, RemoteSession, RemoteStored
 from recovery.restored import Restored
+from storage_backends.transfer_queue import CPUS, package, start_queue
 from vllm_hooks.ray_workers.cluster import CoordinatorLink, Workers, connected
 
 
@@ -41,8 +42,13 @@ class RunOnRay(Run):
         self._check_early()
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/tmp"))
         try:
+            queued = self._config.rollout_checkpointing.staging == "transfer_queue"
+            if queued:
+                package()
             progress.say(f"starting {self._config.workers} workers on Ray")
-            with connected(self._config.ray, self._config.workers, folder):
+            with connected(self._config.ray, self._config.workers, folder, CPUS if queued else 0):
+                if queued:
+                    progress.say(f"the TransferQueue {'is started' if start_queue() else 'that is there is used'}")
                 self._folder = folder
                 self._lock.note(descendants(os.getpid()), folder)
                 return asyncio.run(self._loop(None, progress))

@@ -22,6 +22,7 @@ LONGEST_PAUSE_S = 60.0
 
 _FAILS: dict[Kind, str] = {
     "tokens": "captured tokens cannot be stored",
+    "staging": "captured tokens cannot wait in the queue",
     "snapshots": "no snapshot can be published",
     "garbage": "garbage in the store cannot be deleted",
     "compaction": "old segments cannot be joined",
@@ -29,6 +30,7 @@ _FAILS: dict[Kind, str] = {
 }
 _OVER: dict[Kind, str] = {
     "tokens": "captured tokens are stored again",
+    "staging": "captured tokens wait in the queue again",
     "snapshots": "snapshots are published again",
     "garbage": "garbage is deleted again",
     "compaction": "old segments are joined again",
@@ -88,6 +90,8 @@ def _meanwhile(trouble: Trouble) -> str:
         case "tokens":
             what = f"{n} record{'s wait' if n != 1 else ' waits'} in memory, and the rows of calls that end now"
             return f"{what}; decoding goes on; tried again every second"
+        case "staging":
+            return "They go to the store; tried again after the next snapshot"
         case "rows":
             what = f"{n} finished row{'s wait' if n != 1 else ' waits'} in memory"
             return f"{what}; decoding goes on until too many wait; tried again every few seconds"

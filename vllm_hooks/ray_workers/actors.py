@@ -32,7 +32,7 @@ from storage_backends.codecs import MixedSegmentCodec
 from vllm_hooks import surface
 from vllm_hooks.capture import RecoverableEngine, drain
 from vllm_hooks.fingerprint import engine_fields
-from vllm_hooks.opening import SystemEntropy
+from vllm_hooks.opening import SystemEntropy, staging_for
 from vllm_hooks.ray_workers.answers import answer, asking
 from vllm_hooks.ray_workers.coordination import Coordination
 from vllm_hooks.ray_workers.messages import (
@@ -153,7 +153,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """A look at a worker. `tokens`: captured since the last look, by request id."""
+    """A look at a worker. `tokens`: captured since the last look, by request id; `trouble`: with its staging."""
 
     worker: WorkerId
     epoch: int
@@ -199,8 +199,9 @@ class EngineWorker:
         rules = rules_of(llm, config)
         own, recorded = await asyncio.to_thread(engine_fields, llm, rules)
         store = await asyncio.to_thread(open_store, config.store, create=True, **config.store_options.given())
+        staging = await asyncio.to_thread(staging_for, config, store)
         self.session = session = WorkerSession(
-            config, store, MixedSegmentCodec(config.codec), SystemEntropy(), self._name, self._claim
+            config, store, MixedSegmentCodec(config.codec), SystemEntropy(), self._name, self._claim, staging
         )
         session.bind()
         session.source_digests = self._digests
@@ -338,8 +339,9 @@ class EngineWorker:
         session = self.session
         tokens, self._tokens = self._tokens, {}
         session.raise_if_failed()
-        dead = session.dead_engine
-        return News(session.worker, session.epoch, tokens, "" if dead is None else (str(dead) or "its process is gone"))
+        dead, trouble = session.dead_engine, str(session.staging_trouble or "")
+        why = "" if dead is None else (str(dead) or "its process is gone")
+        return News(session.worker, session.epoch, tokens, why, trouble)
 
     async def steps(self, start_s: float, end_s: float) -> Steps:
         """The engine's steps between two moments (seconds since 1970)."""

@@ -51,10 +51,10 @@ Say = Callable[[str], None]
 
 
 @contextmanager
-def connected(config: RayConfig, workers: int, folder: Path) -> Iterator[None]:
+def connected(config: RayConfig, workers: int, folder: Path, more_cpus: int = 0) -> Iterator[None]:
     """A Ray: the one at `config.address`, or one of this process's own on this machine, with its files in `folder`.
 
-    Sockets lie in that folder: its path must be short.
+    Sockets lie in that folder: its path must be short. `more_cpus`: that others than the workers need in one's own.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -67,7 +67,7 @@ def connected(config: RayConfig, workers: int, folder: Path) -> Iterator[None]:
         environment = {"PYTHONPATH": path} if (path := os.environ.get("PYTHONPATH")) else {}
         arguments |= {"address": config.address, "runtime_env": {"env_vars": environment}}
     else:
-        cpus = math.ceil(workers * config.cpus_per_worker)
+        cpus = math.ceil(workers * config.cpus_per_worker) + more_cpus
         arguments |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": str(folder)}
     try:
         ray.init(**arguments)
@@ -268,6 +268,7 @@ class Workers:
 
     async def _look(self, slot: Slot) -> None:
         """Until the worker is gone."""
+        told = ""
         while slot.worker is not None:
             try:
                 news: News = await answer(slot.handle.news.remote(), SILENT_S)
@@ -277,6 +278,9 @@ class Workers:
             for name, n_tokens in news.tokens.items():
                 self._on_tokens(name, n_tokens)
             await self._going_on(news.tokens)
+            if news.trouble not in ("", told):
+                self._say(f"worker {slot.worker}: flushes go to the store and do not wait: {news.trouble}")
+                told = news.trouble
             if news.dead:
                 await self._is_gone(slot, slot.worker, f"its engine died: {news.dead}")
                 return
@@ -355,6 +359,8 @@ class Workers:
             f"worker {recovery.worker} is gone ({recovery.why}); after {end_s - recovery.began_s:.1f} s its "
             f"{lost.n_calls} calls go on, {lost.n_tokens} tokens of them were saved"
         )
+        line += f", {lost.n_waiting} segments of them waited in the queue" if lost.n_waiting else ""
+        line += f"; what else waited is generated again: {lost.error}" if lost.error else ""
         for slot in self._slots:
             if slot.worker is None:
                 continue

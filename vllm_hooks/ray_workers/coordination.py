@@ -35,10 +35,11 @@ from recovery.layout import SEGMENTS, segment_position
 from recovery.ledger import Entry, Ledger
 from recovery.log_reading import find_tail
 from recovery.model import OPEN, CallId
-from recovery.ports import ObjectStore, SegmentCodec
+from recovery.ports import ObjectStore, SegmentCodec, Staging
 from recovery.protocol import Verdict
 from recovery.restore import differences
 from recovery.resume import StopRules
+from recovery.salvage import Salvaged, salvage
 from recovery.staging import Staged, coordinates_of
 from storage_backends import open_store
 from vllm_hooks.opening import Opened, open_store_for
@@ -75,6 +76,7 @@ class Coordination:
         self._gone: set[WorkerId] = set()
         self._departed: dict[WorkerId, frozenset[CallId]] = {}
         """By worker that is gone: the calls that it had."""
+        self._salvaged: dict[WorkerId, Salvaged] = {}
         self._news = self._started = False
         self.failure: RecoveryError | None = None
         self._figures = Figures(self.epoch)
@@ -121,7 +123,7 @@ class Coordination:
         """
         if again:
             config = _going_on(config, owner)
-        opened = open_store_for(config, must, recorded, None, owner=owner, exactness="statistical")
+        opened = open_store_for(config, must, recorded, None, owner=owner, exactness="statistical", again=again)
         return cls(config, opened, stop, must, recorded)
 
     def start(self) -> None:
@@ -215,8 +217,10 @@ class Coordination:
             self._found_gone(worker)
             calls = self._departed[worker]
         self._recover()
+        waited = self._salvaged.pop(worker, Salvaged())
         entries = [entry for call_id in calls if (entry := self._entry(call_id)) is not None and entry.state == OPEN]
-        return Lost(len(calls), sum(entry.n_tokens for entry in entries), time.monotonic() - began)
+        n_tokens, error = sum(entry.n_tokens for entry in entries), str(waited.error or "")
+        return Lost(len(calls), n_tokens, time.monotonic() - began, waited.segments, error)
 
     def _found_gone(self, worker: WorkerId) -> None:
         with self._lock:
@@ -235,7 +239,16 @@ class Coordination:
                 self._gone.discard(worker)
 
     def _stored_by(self, worker: WorkerId) -> list[Staged]:
+        if self.opened.staging is not None:
+            self._salvaged[worker] = self._salvage(self.opened.staging, worker)
         return stored_by(self.opened.store, self.opened.segments, self.epoch, worker, self._fleet.known)
+
+    def _salvage(self, staging: Staging, worker: WorkerId) -> Salvaged:
+        def unknown(key: str) -> bool:
+            at = segment_position(key)
+            return at is not None and at.flush > self._fleet.known(at.writer)
+
+        return salvage(staging, self.opened.store, f"{SEGMENTS}e{self.epoch:06d}/{worker}.", unknown)
 
     # ---- the driver --------------------------------------------------------------------------------------------
 

@@ -74,11 +74,13 @@ class Cut:
 @dataclass(frozen=True, slots=True)
 class Lost:
     """What became of a worker's calls when it was found gone: how many were open, and how many tokens of them are
-    stored."""
+    stored. `n_waiting`: segments that waited in a staging and are in the store now; `error`: why there may be more."""
 
     n_calls: int = 0
     n_tokens: int = 0
     seconds: float = 0.0
+    n_waiting: int = 0
+    error: str = ""
 
 
 @dataclass(slots=True)

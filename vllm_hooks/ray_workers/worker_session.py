@@ -28,7 +28,7 @@ from recovery.config import CheckpointingConfig
 from recovery.errors import EngineDead, Fenced, ObjectMissing, RecoveryError, SnapshotAbandoned
 from recovery.ledger import EndedAt
 from recovery.model import CallId, Request
-from recovery.ports import Entropy, ObjectStore, SegmentCodec
+from recovery.ports import Entropy, ObjectStore, SegmentCodec, Staging
 from recovery.reading import read_transcripts
 from recovery.resume import StopRules
 from recovery.staging import Staged, Stager
@@ -59,6 +59,7 @@ class WorkerSession(Capturing):
         entropy: Entropy,
         name: str,
         claim: Claim,
+        staging: Staging | None = None,
     ) -> None:
         super().__init__(config, capturing=True, keeps_results=True)
         self._store = store
@@ -66,6 +67,7 @@ class WorkerSession(Capturing):
         self.entropy = entropy
         self._name = name
         self._claim = claim
+        self._staging = staging
         self.worker: WorkerId = self._new_id()
         self.epoch = 0
         self.steps = StepLog()
@@ -128,7 +130,8 @@ class WorkerSession(Capturing):
         def staged(item: Staged) -> None:
             self._call_on_loop(self._note_staged, epoch, item)
 
-        return Stager(self._store, self._segments, self.entropy, epoch=epoch, worker=self.worker, on_staged=staged)
+        parts, name = (self._store, self._segments, self.entropy), self.worker
+        return Stager(*parts, epoch=epoch, worker=name, on_staged=staged, staging=self._staging)
 
     def _note_staged(self, epoch: int, item: Staged) -> None:
         self._on_staged(item)
@@ -260,6 +263,11 @@ class WorkerSession(Capturing):
     @property
     def n_captured(self) -> int:
         return self._n_captured
+
+    @property
+    def staging_trouble(self) -> RecoveryError | None:
+        """Why flushes go to the store, and do not wait where they should."""
+        return None if self._stager is None else self._stager.counters.staging_error
 
     async def flushed(self) -> None:
         """What is captured now is stored, or could not be."""
