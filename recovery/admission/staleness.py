@@ -18,15 +18,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
 
 from recovery.admission.versions import Ahead, Distance, Ghost, Lag, PolicyVersions, Unknown
+from recovery.config import Granularity, Policy
 from recovery.model import PolicyVersion
-
-Policy = Literal["reject", "requeue_pristine", "resume_mixed", "resume_masked", "pin_weights", "wait_not_drop"]
-
-Granularity = Literal["prompt_group", "sibling"]
-"""(V17) What a sample that is too old costs: its whole group, or its own tokens; its reward stays in the baseline."""
 
 
 class Action(Enum):
@@ -69,7 +64,11 @@ def farthest(distances: Iterable[Distance]) -> Distance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staleness:
-    """The rules of one rollout; the fields are those of the block `rollout`."""
+    """The rules of one rollout; the fields are those of the block `rollout`.
+
+    `granularity` (V17): what a sample that is too old costs, its whole group or its own tokens; its reward stays in
+    the baseline.
+    """
 
     limit: int | None = None
     policy: Policy = "requeue_pristine"

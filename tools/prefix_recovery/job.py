@@ -120,7 +120,7 @@ class Run:
             write_errors(
                 errors, ({"file": str(self._file.path), "line": b.line, "id": b.id, "error": b.error} for b in bad)
             )
-        return self._exit_code(outcome, bad, progress)
+        return self._exit_code(bad, progress)
 
     def _nothing_to_do(self, progress: Progress) -> Outcome:
         """Every id has its row. Said so, since a prompt or a model that was changed meanwhile is not noticed."""
@@ -141,7 +141,7 @@ class Run:
         n_done = sum((s.prompt.id, s.index) in self._results.done for s in self._samples)
         return n_done, len(self._samples)
 
-    def _exit_code(self, outcome: Outcome, bad: list[BadLine], progress: Progress) -> int:
+    def _exit_code(self, bad: list[BadLine], progress: Progress) -> int:
         missing = [s for s in self._samples if (s.prompt.id, s.index) not in self._results.done]
         if self._signal is not None:
             return self._stopped(len(missing), progress)

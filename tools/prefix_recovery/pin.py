@@ -12,8 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 
 from recovery import garbage, pins
@@ -24,7 +22,7 @@ from snapshot_inspect.places import Place, ledger_codec, open_place, segment_cod
 from snapshot_inspect.progress import progress_on
 from snapshot_inspect.survey import choose, position
 from snapshot_inspect.verify import Verification, verify
-from snapshot_inspect.writing import open_for_writing
+from snapshot_inspect.writing import open_for_writing, owner_of
 from vllm_hooks.opening import SystemClock, SystemEntropy
 
 
@@ -72,9 +70,8 @@ def _pinned_one(place: Place, text: str, pinned: dict[int, list[str]]) -> int:
 
 
 def _pin(store: ObjectStore, snapshot: Snapshot) -> str:
-    owner = f"{socket.gethostname()} pid {os.getpid()}, pin"[:200]
     reached = garbage.reached_by(store, ledger_codec(), snapshot)
-    return pins.pin(store, SystemClock(), SystemEntropy(), owner, snapshot.id, reached)[0]
+    return pins.pin(store, SystemClock(), SystemEntropy(), owner_of("pin"), snapshot.id, reached)[0]
 
 
 def _verified(place: Place, snapshot: Snapshot, *, read_data: bool) -> Verification:

@@ -88,7 +88,7 @@ def make_tiny_llama(
         tokenizer = byte_level_bpe(tokens, merges, SPECIAL, prepend=SPECIAL[BOS_ID])
         write_json(folder / "tokenizer.json", tokenizer)
         write_json(folder / "tokenizer_config.json", _tokenizer_config(max_position))
-        shapes = _shapes(width=width, **sizes)
+        shapes = _shapes(vocab=vocab, layers=layers, intermediate=intermediate, width=width)
         random = np.random.RandomState(seed)
         weights = [
             Weight(name=name, shape=shape, load=partial(_draw, random, shape, initializer_range))
@@ -131,7 +131,7 @@ def _draw(random: np.random.RandomState, shape: tuple[int, ...], scale: float) -
     return (random.standard_normal(shape) * scale).astype(np.float32)
 
 
-def _shapes(*, vocab: int, layers: int, heads: int, intermediate: int, width: int) -> dict[str, tuple[int, ...]]:
+def _shapes(*, vocab: int, layers: int, intermediate: int, width: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
     for layer in range(layers):
         prefix = f"model.layers.{layer}"

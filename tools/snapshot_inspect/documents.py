@@ -46,7 +46,8 @@ def _int(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _text(value: Any) -> str | None:
+def text_or_none(value: Any) -> str | None:
+    """What a log entry states as text, if it is text (invariant 2)."""
     return value if isinstance(value, str) else None
 
 
@@ -73,10 +74,10 @@ def snapshot_fields(slot: Slot, now: float) -> Document:
         **moment(slot.utc, now),
         "epoch": slot.epoch,
         "owner": slot.owner,
-        "cause": _text(body.get("cause")),
+        "cause": text_or_none(body.get("cause")),
         "restored_from": _int(body.get("restored_from")),
         "origin": None if (taken := origin_of(slot)) is None else origin(taken),
-        "fingerprint": _text(body.get("fingerprint")),
+        "fingerprint": text_or_none(body.get("fingerprint")),
         "depth": _int(body.get("depth")),
         "bytes_written": _int(body.get("bytes_written")),
         "counts": counts_of(slot),
@@ -263,8 +264,8 @@ def verification(place: Place, found: Verification) -> Document:
         "read_data": found.read_data,
         "format": {
             "version": mark["version"],
-            "store_id": _text(mark.get("store_id")),
-            "writer": _text(mark.get("writer")),
+            "store_id": text_or_none(mark.get("store_id")),
+            "writer": text_or_none(mark.get("writer")),
         },
         "tail": found.position.top,
         "hint": {"state": hint.state, "tail": hint.tail},

@@ -21,7 +21,7 @@ from recovery.ledger import Ledger
 from recovery.ports import SegmentCodec
 from recovery.snapshots import Snapshot
 from snapshot_inspect.calls import in_order
-from snapshot_inspect.documents import Document, job_record
+from snapshot_inspect.documents import Document, job_record, text_or_none
 from snapshot_inspect.places import Place
 from snapshot_inspect.render import Screen
 from snapshot_inspect.texts import count_text
@@ -91,7 +91,7 @@ def explain(place: Place, snapshot: Snapshot, here: Here, config: str | None) ->
         "store": place.address,
         "snapshot": snapshot.id,
         "config": config,
-        "fingerprint": _text(snapshot.slot.body.get("fingerprint")),
+        "fingerprint": text_or_none(snapshot.slot.body.get("fingerprint")),
         "fields": fields,
         "prompts": prompts,
         "restorable": restorable,
@@ -108,10 +108,6 @@ def participants_note(snapshot: Snapshot) -> list[str]:
     return [
         f"what the participants say of their states is not asked ({', '.join(names)}): one may refuse this snapshot"
     ]
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _fields(kind: str, stored: Mapping[str, Any], here: Mapping[str, Any], complete: bool) -> list[Document]:

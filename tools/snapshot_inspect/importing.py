@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from argparse import Namespace
 from collections.abc import Iterable
@@ -24,7 +23,6 @@ from recovery.log import Slot
 from recovery.log_reading import slot_exists
 from recovery.origin import import_claim, is_import_claim, origin_of
 from recovery.ports import ObjectStore
-from recovery.slots import SlotLog
 from recovery.snapshots import FORMAT_KEY, Loaded, Snapshot, make_root
 from snapshot_inspect import calls, documents
 from snapshot_inspect.carrying import Carrier, carry, check_carried, codec_of
@@ -37,6 +35,7 @@ from snapshot_inspect.progress import progress_on
 from snapshot_inspect.render import Screen
 from snapshot_inspect.survey import Unreadable, choose, position, walk
 from snapshot_inspect.verbs import Answer
+from snapshot_inspect.writing import log_of
 from storage_backends import open_store
 from storage_backends.archive import ArchiveStore, is_archive
 from storage_backends.codecs import CodecName, MixedSegmentCodec
@@ -113,12 +112,11 @@ def _into(
     single_writer: bool,
 ) -> tuple[Slot, list[str]]:
     """The slot that was published, and what is to be told of it."""
-    from vllm_hooks.opening import SystemClock, SystemEntropy
+    from vllm_hooks.opening import SystemEntropy
 
     entropy = SystemEntropy()
     make_root(target, entropy)
-    owner = f"{socket.gethostname()} pid {os.getpid()}, import"[:200]
-    log = SlotLog(target, SystemClock(), entropy, owner, single_writer=single_writer)
+    log = log_of(target, "import", single_writer=single_writer)
     log.claim(import_claim(origin), follows=follows)
     to = Carrier(
         store=target,

@@ -27,9 +27,13 @@ def open_for_writing(address: str) -> tuple[ObjectStore, bool]:
     return open_store(url, create=True, **options), bool(options.get("exclusive"))
 
 
+def owner_of(verb: str) -> str:
+    """Who `verb` is in the log, for people."""
+    return f"{socket.gethostname()} pid {os.getpid()}, {verb}"[:200]
+
+
 def log_of(store: ObjectStore, verb: str, *, single_writer: bool = False) -> SlotLog:
     """A place in the log, not yet claimed, for `verb`."""
     from vllm_hooks.opening import SystemClock, SystemEntropy
 
-    owner = f"{socket.gethostname()} pid {os.getpid()}, {verb}"[:200]
-    return SlotLog(store, SystemClock(), SystemEntropy(), owner, single_writer=single_writer)
+    return SlotLog(store, SystemClock(), SystemEntropy(), owner_of(verb), single_writer=single_writer)
