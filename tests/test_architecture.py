@@ -48,6 +48,23 @@ COMPOSITION_ROOTS = {
 EXTRA_IMPORTS = {"recovery.config": {"msgspec", "yaml"}, "recovery.config_forms": {"msgspec", "yaml"}}
 """What modules of the core may import besides the standard library and numpy."""
 
+FOREIGN = {
+    r"storage_backends\..*|storage_backends": {"numpy", "pyarrow", "google_crc32c", "msgspec"},
+    r"storage_backends\.s3\w*": {"s3fs", "botocore", "fsspec", "aiohttp"},
+    r"storage_backends\.transfer_queue": {"ray"},
+    r"storage_backends\.testing\..*": {"pytest", "hypothesis", "moto", "botocore"},
+    r"vllm_hooks\..*|vllm_hooks": {"numpy", "vllm", "torch", "msgspec"},
+    r"vllm_hooks\.\w*metrics": {"prometheus_client"},
+    r"vllm_hooks\.ray_workers\..*": {"ray"},
+    r"prefix_recovery\..*": {"numpy", "rich", "tokenizers", "vllm", "torch", "yaml"},
+    r"prefix_recovery\.metrics_server": {"prometheus_client"},
+    r"snapshot_inspect\..*": {"numpy", "rich", "tokenizers"},
+    r"snapshot_inspect\.rescore": {"vllm"},
+    r"examples\..*": {"vllm", "torch", "transformers", "openai", "httpx"},
+}
+"""What modules outside the core may import of others, by name: the last column of the table in CONTRIBUTING.md. What
+`bench` measures beside this project is its own affair."""
+
 
 DRIVERS = {
     f"recovery.admission.{name}"
@@ -118,6 +135,13 @@ def test_the_core_imports_the_standard_library_and_numpy(name: str) -> None:
     known = set(sys.stdlib_module_names) | {"numpy", "recovery"} | EXTRA_IMPORTS.get(name, set())
     foreign = {package_of(one) for one in imports_of(name)} - known
     assert not foreign, f"{name} imports {sorted(foreign)}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if package_of(name) not in ("recovery", "bench")])
+def test_the_edges_import_of_others_what_the_layer_table_says(name: str) -> None:
+    allowed = {one for where, what in FOREIGN.items() if re.fullmatch(where, name) for one in what}
+    foreign = {package_of(one) for one in imports_of(name)} - set(sys.stdlib_module_names) - set(PACKAGES)
+    assert foreign <= allowed, f"{name} imports {sorted(foreign - allowed)}"
 
 
 def test_importing_the_core_loads_nothing_heavy() -> None:
