@@ -5,7 +5,7 @@ Does not know: which columns those are.
 
 Invariants:
 1. What comes back are views of Arrow's memory, read-only; a view keeps the batch that it is part of alive.
-2. Taking apart is for validated batches (arrow_file.read_groups); what the format forbids on top is Damaged.
+2. Taking apart is for validated batches (arrow_file.read_group); what the format forbids on top is Damaged.
 3. Numbers that do not fit a column are ValueError when written, never wrapped.
 """
 

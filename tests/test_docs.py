@@ -25,6 +25,7 @@ import yaml
 
 from prefix_recovery import cli as prefix_recovery
 from prefix_recovery.prompts import read_prompts
+from recovery import errors
 from recovery.config import job_schema, parse_config, parse_loop_config
 from recovery.errors import RecoveryError
 from snapshot_inspect import cli as snapshot_inspect
@@ -240,6 +241,21 @@ def test_commands_of_tables_parse() -> None:
         program, *arguments = shlex.split(words)
         namespace = PARSERS[program]().parse_args(arguments)
         assert isinstance(namespace, argparse.Namespace)
+
+
+def _exit_codes(kind: type[RecoveryError] = RecoveryError) -> set[int]:
+    """Of the errors of the tree."""
+    own = set() if kind.__dict__.get("abstract", False) else {kind.exit_code}
+    return own.union(*(_exit_codes(below) for below in kind.__subclasses__() if below.__module__ == errors.__name__))
+
+
+@pytest.mark.parametrize("page", ["run.md", "operators.md"])
+def test_every_exit_code_is_in_the_tables_and_in_the_help(page: str) -> None:
+    rows = re.findall(r"^\| (\d+(?:, \d+)*)", (ROOT / "docs" / page).read_text("utf-8"), re.MULTILINE)
+    told = {int(code) for row in rows for code in row.split(", ")}
+    assert _exit_codes() | {2, 3, 129, 130, 143} <= told
+    help_text = prefix_recovery.parser().format_help()
+    assert [code for code in sorted(told) if not re.search(rf"\b{code}\b", help_text)] == []
 
 
 def test_decisions_have_each_a_number_of_its_own() -> None:
