@@ -135,7 +135,8 @@ class Told:
 
     def call_id(self) -> bytes:
         """Section 4, over plain values."""
-        texts = [json.loads(json.dumps(value)) for value in (self.sampling, self.extra)]
+        asked_for = {name: value for name, value in self.extra.items() if name != "draws"}
+        texts = [json.loads(json.dumps(value)) for value in (self.sampling, asked_for)]
         plain = [json.dumps(text, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() for text in texts]
         parts = [struct.pack(f"<Q{len(self.prompt)}i", len(self.prompt), *self.prompt)]
         parts += [struct.pack("<Q", len(text)) + text for text in plain]

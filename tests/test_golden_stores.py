@@ -1,4 +1,5 @@
-"""The golden stores with wide columns: one job in two encodings, read by both readers to the same bits (L3).
+"""The golden stores with wide columns, one job in two encodings, and the one of calls that led to one another: read by
+both readers to the bits that were fed in (L3).
 
 The stores are bytes that an earlier version wrote. Nothing here writes into tests/golden.
 """
@@ -9,6 +10,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,17 +18,23 @@ from recovery.errors import Damaged
 from storage_backends.codecs import CodecName
 from storage_backends.local import LocalStore
 from tests.golden.make_golden import bits, expectation
+from tests.golden.make_golden_lineage import golden_lineage
 from tests.golden.make_golden_wide import golden_wide
 from tests.independent_reader import BadStore, check_everything, read_store
 from tests.test_independent_reader import check, independent, project
 
 GOLDEN = Path(__file__).parent / "golden"
-STORES: dict[str, CodecName] = {"v1-arrow-wide": "arrow", "v1-zarr": "zarr"}
-EXPECTED = json.loads((GOLDEN / "expected-wide.json").read_text("utf-8"))
-NEWEST = EXPECTED["readable"][-1]
+WIDE: dict[str, CodecName] = {"v1-arrow-wide": "arrow", "v1-zarr": "zarr"}
+LINEAGE = "v1-arrow-lineage"
+STORES: dict[str, CodecName] = {**WIDE, LINEAGE: "arrow"}
 FLIPS_PER_SEGMENT = 8
 
 by_store = pytest.mark.parametrize("name", STORES)
+
+
+def expected(name: str) -> Any:
+    file = "expected-lineage.json" if name == LINEAGE else "expected-wide.json"
+    return json.loads((GOLDEN / file).read_text("utf-8"))
 
 
 @by_store
@@ -44,11 +52,11 @@ def test_golden_files_are_the_ones_that_were_written(name: str) -> None:
 
 @by_store
 def test_l3_both_readers_find_what_was_fed_in(name: str) -> None:
-    store = read_store(GOLDEN / name)
-    assert [slot["kind"] for slot in store["slots"]] == EXPECTED["kinds"]
-    assert check_everything(GOLDEN / name) == (EXPECTED["readable"], EXPECTED["collected"])
-    for number in EXPECTED["readable"]:
-        wanted = EXPECTED["snapshots"][str(number)]
+    store, told = read_store(GOLDEN / name), expected(name)
+    assert [slot["kind"] for slot in store["slots"]] == told["kinds"]
+    assert check_everything(GOLDEN / name) == (told["readable"], told["collected"])
+    for number in told["readable"]:
+        wanted = told["snapshots"][str(number)]
         found = read_store(GOLDEN / name, number)["snapshot"]
         assert {field: found[field] for field in ("cause", "restored_from", "states")} == {
             field: wanted[field] for field in ("cause", "restored_from", "states")
@@ -57,9 +65,27 @@ def test_l3_both_readers_find_what_was_fed_in(name: str) -> None:
         check(project(LocalStore(GOLDEN / name), number), wanted["calls"])
 
 
+def newest(name: str) -> list[Any]:
+    """The calls of the newest snapshot."""
+    told = expected(name)
+    calls: list[Any] = told["snapshots"][str(told["readable"][-1])]["calls"]
+    return calls
+
+
+def test_the_golden_store_of_lineages_holds_what_it_is_for() -> None:
+    calls = {(call["rollout"], call["turn"]): call for call in newest(LINEAGE)}
+    root, first, second = (calls["a", turn] for turn in range(3))
+    assert "lineage" not in root["extra"] and calls["b", 0]["extra"]["lineage"] == {"call": 2**32 - 1, "parent": None}
+    assert first["extra"]["lineage"]["parent"] == root["call_id"]
+    assert second["extra"]["lineage"] == {"call": 1, "parent": first["call_id"]}
+    assert first["token_ids"][2] == 13, "adopted"
+    objects = [path.read_bytes() for path in (GOLDEN / LINEAGE).glob("ledger/*/*")]
+    assert len({b"call-lineage" in data for data in objects}) == 2, "objects that require it, and one that does not"
+
+
 def test_the_golden_stores_hold_what_they_are_for() -> None:
     """The cases because of which they are as they are; without one of them they would prove less."""
-    calls = {call["rollout"]: call for call in EXPECTED["snapshots"][str(NEWEST)]["calls"]}
+    calls = {call["rollout"]: call for call in newest("v1-zarr")}
     columns = {name: call.get("columns", []) for name, call in calls.items()}
     assert not columns["without"] and len(calls["without"]["token_ids"]) == 5
     runs = [(c["name"], c["type"], c["width"], c["start"], c["stop"]) for c in columns["p-1"]]
@@ -82,10 +108,10 @@ def test_the_golden_stores_hold_what_they_are_for() -> None:
 @by_store
 def test_current_code_writes_the_same_job(name: str, tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    life = golden_wide(store, STORES[name])
-    assert json.loads(json.dumps(expectation(life, store, whole=None))) == EXPECTED
+    life = golden_lineage(store) if name == LINEAGE else golden_wide(store, STORES[name])
+    assert json.loads(json.dumps(expectation(life, store, whole=None))) == expected(name)
     for calls in (independent(read_store(tmp_path)["snapshot"]), project(store)):
-        check(calls, EXPECTED["snapshots"][str(NEWEST)]["calls"])
+        check(calls, newest(name))
 
 
 @by_store
@@ -101,4 +127,4 @@ def test_flipped_bytes_of_segments_are_found_and_named_by_both(name: str, tmp_pa
             with pytest.raises(Damaged, match=key):
                 project(LocalStore(root))
         path.write_bytes(data)
-    check(project(LocalStore(root)), EXPECTED["snapshots"][str(NEWEST)]["calls"])
+    check(project(LocalStore(root)), newest(name))
