@@ -30,6 +30,10 @@ class Salvaged:
     unreadable: list[tuple[str, RecoveryError]] = field(default_factory=list)
     error: RecoveryError | None = None
 
+    def troubles(self) -> list[tuple[str, RecoveryError]]:
+        """What was not taken, each with why."""
+        return [*self.unreadable, *([("segments", self.error)] if self.error is not None else [])]
+
 
 def anything(key: str) -> bool:
     return True

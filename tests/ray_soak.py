@@ -2,6 +2,7 @@
 
 A round is one job: its coordinator, the engine of a worker, a worker, and everything are killed, in random order and
 each after a random number of decoded tokens; a job that was killed whole is continued on Ray. Then it runs to its end.
+Of two rounds one lets its flushes wait in a TransferQueue.
 
 Owns: what is killed when, the figures, and the comparison with an uninterrupted run in one process.
 Does not know: how a job's processes are found (ray_jobs.py).
@@ -37,12 +38,13 @@ def kill_workers(folder: Path, seed: int, rounds: int, deadline: float | None) -
     reference, done, killed, problems = rows_of(whole.parent), 0, Counter[str](), 0
     while done < rounds and not problems and (deadline is None or time.monotonic() < deadline):
         done += 1
-        job = write_job(folder / f"round-{done}", model, prompts, max_concurrent_calls=CALLS, workers=2)
+        block = {"staging": ("store", "transfer_queue")[done % 2]}
+        job = write_job(folder / f"round-{done}", model, prompts, max_concurrent_calls=CALLS, workers=2, block=block)
         order = rng.sample(KINDS, len(KINDS))
         last = _round(job, order, rng, killed)
         found = compare(rows_of(job.parent), reference)
         problems += last.process.returncode != 0 or bool(found.lost or found.duplicated or found.mismatched)
-        print(f"  ray round {done}, {', '.join(order)}: {found}", flush=True)
+        print(f"  ray round {done}, {block['staging']}, {', '.join(order)}: {found}", flush=True)
         if problems:
             print(f"PROBLEM: it ended with {last.process.returncode}:\n{last.text[-4000:]}")
     print(

@@ -64,6 +64,21 @@ def test_everything_dies_but_the_queue_and_the_next_run_goes_on_from_what_waited
     assert n_reused > 0 and len(rows.keys()) == 0, "what is in snapshots does not wait any more"
 
 
+def test_what_waited_and_is_not_what_it_was_is_told(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, rows: MemoryRows
+) -> None:
+    """Somebody overwrites all that a worker had flushed: its calls go on from what the store has."""
+    staged_in(monkeypatch, rows)
+
+    def overwritten() -> None:
+        for key in rows.keys():  # noqa: SIM118
+            rows.put(key, b"somebody else's")
+
+    lost, twice = played(tmp_path, rng, kill_a_worker, overwritten)
+    assert lost.n_waiting == 0 and "has crc32c" in lost.error
+    assert twice >= 100
+
+
 def test_a_run_whose_queue_does_not_answer_does_not_begin(
     tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, rows: MemoryRows
 ) -> None:

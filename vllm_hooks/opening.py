@@ -40,9 +40,9 @@ from recovery.restore import (
     differences,
     restore,
 )
-from recovery.restored import Restored
+from recovery.restored import PassedOver, Restored
 from recovery.resume import StopRules
-from recovery.salvage import salvage
+from recovery.salvage import Salvaged, salvage
 from recovery.slots import SlotLog
 from recovery.snapshots import Snapshot, check_root, load, make_root
 from storage_backends import open_store
@@ -117,8 +117,9 @@ def open_store_for(
     refuse_foreign(store, ledgers, must, config.restore)
     log.claim()
     staging = staging_for(config, store)
-    if staging is not None and (error := salvage(staging, store, SEGMENTS).error) is not None and not again:
-        raise error
+    waited = Salvaged() if staging is None else salvage(staging, store, SEGMENTS)
+    if waited.error is not None and not again:
+        raise waited.error
     restored_from = watched(store, log.tail, reading)
     chosen = choose(restored_from, segments, ledgers, log.tail, config.restore, must, compatible)
     publication = Publication.on_top_of(
@@ -142,6 +143,7 @@ def open_store_for(
         # A self-test compares an engine with itself. With a prefix of another one nothing is promised.
         exactness="statistical" if changed else exactness,
     )
+    restored.passed_over += [PassedOver(f"staged {key}", error.message) for key, error in waited.troubles()]
     return Opened(store, segments, clock, entropy, publication, restored, states, hexes, changed, staging)
 
 

@@ -219,8 +219,9 @@ class Coordination:
         self._recover()
         waited = self._salvaged.pop(worker, Salvaged())
         entries = [entry for call_id in calls if (entry := self._entry(call_id)) is not None and entry.state == OPEN]
-        n_tokens, error = sum(entry.n_tokens for entry in entries), str(waited.error or "")
-        return Lost(len(calls), n_tokens, time.monotonic() - began, waited.segments, error)
+        n_tokens, troubles = sum(entry.n_tokens for entry in entries), waited.troubles()
+        why = "; ".join(f"{key}: {error.message}" for key, error in troubles[:3])
+        return Lost(len(calls), n_tokens, time.monotonic() - began, waited.segments, why)
 
     def _found_gone(self, worker: WorkerId) -> None:
         with self._lock:
