@@ -48,12 +48,14 @@ class Participants:
 
     # ---- those that may wait: from any thread but the loop's ---------------------------------------------------
 
-    def join(self, one: Participant, timeout_s: float) -> None:
+    def join(self, one: Participant, timeout_s: float, *, running: bool = False) -> None:
         """Have it take up its state, if there is one; from the next snapshot on it is asked for it. Blocks.
 
         Args:
             one: see the port.
             timeout_s: for each of its methods.
+            running: it has a state of its own by now (a coordinator of other processes has taken another's place), and
+                takes none up. Until it has given it, what the store has of it stays in every snapshot.
 
         Raises InputError for a name that cannot be used, Damaged for a stored state that does not match its digest,
         and ParticipantFailed if it did not take its state up in time; the state then stays in every snapshot.
@@ -63,7 +65,7 @@ class Participants:
             if not _NAME.fullmatch(one.name) or name in self._joined:
                 why = "is taken" if name in self._joined else "is not 1 to 64 of a-z 0-9 . _ -"
                 raise InputError(f"the participant's name {one.name!r:.80} {why}", hint="give it another name")
-            carried = self._carried.get(name)
+            carried = None if running else self._carried.get(name)
             state = None if carried is None else unpacked(carried, name)
             asked = Asked(one, timeout_s, self._clock, self._changed, restores=state is not None)
             self._joined[name] = asked

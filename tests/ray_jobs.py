@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from prefix_recovery.processes import Identity, descendants
 from tests.job_processes import JobProcess, name_of
@@ -62,6 +62,20 @@ def kill(one: Identity) -> None:
     while one.alive():
         assert time.monotonic() < deadline, f"{one} outlives SIGKILL"
         time.sleep(0.01)
+
+
+@contextmanager
+def standing(job: JobProcess) -> Iterator[None]:
+    """The engines that there are decode nothing meanwhile (SIGSTOP): whatever takes long, the job is not over then."""
+    stopped = list(engines(job).values())
+    for one in stopped:
+        os.kill(one.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for one in stopped:
+            if one.alive():
+                os.kill(one.pid, signal.SIGCONT)
 
 
 def kill_everything(job: JobProcess) -> None:

@@ -1,49 +1,91 @@
-"""A job of two workers on Ray, whose engine, actor, coordinator and everything are killed, one after another.
+"""A job on Ray that grows and shrinks, whose engine, actor, coordinator and everything are killed, one after another.
 
-One job, since engines start slowly; every kill comes while calls are decoded. What is random is how many tokens lie
+One job, since engines start slowly; every kill comes while calls are under way. What is random is how many tokens lie
 between two kills. The soak (`python -m tests.soak --ray-rounds N`) kills at random moments and continues on Ray.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prefix_recovery.cli import main
+from recovery.log_reading import Read, find_tail, walk_back
+from storage_backends import open_store
 from tests.conftest import OnLoop
 from tests.job_files import assert_whole, lines, rows_of, write_job
 from tests.job_here import reference_rows
 from tests.job_processes import run, running
-from tests.ray_jobs import COORDINATOR, called, decoded_more, engines, kill, kill_everything, until_said
+from tests.ray_jobs import (
+    COORDINATOR,
+    called,
+    decoded_more,
+    engines,
+    kill,
+    kill_everything,
+    standing,
+    until,
+    until_said,
+)
 
 CALLS = 32
 
 
 @pytest.mark.timeout(1500)
-def test_w1_engine_actor_coordinator_and_everything_are_killed_and_no_token_differs(
+def test_w1_c7_engine_actor_coordinator_and_everything_are_killed_and_no_token_differs(
     tiny_model: Path, engine: Any, on_loop: OnLoop[Any], quick_path: Path, rng: random.Random
 ) -> None:
-    rows = lines(CALLS, least=500, step=12)
+    rows = lines(CALLS, least=600, step=12)
     config = write_job(quick_path / "job", tiny_model, rows, max_concurrent_calls=CALLS, workers=2)
 
-    with running(config, "on-ray") as job:
+    with running(config, "on-ray", program=("-m", "tests.impatient_job")) as job:
         until_said(job, "2 of 2 workers ready")
         job.after(rng.randrange(100, 600))
 
+        mark = len(job.text)
         kill(called(job, COORDINATOR)[0])
         decoded_more(job, rng.randrange(10, 200))
-        until_said(job, "goes on at epoch 2")
+        with standing(job):
+            until_said(job, "goes on at epoch", after=mark)
+
+        # The newest leaves, and all that it had goes on in the other.
+        mark, before = len(job.text), engines(job)
+        assert main(["workers", str(config), "1"]) == 0
+        until_said(job, "it was asked to leave", "its 16 calls go on", after=mark)
+        with standing(job):
+            until(job, lambda: sum(one.alive() for pair in before.items() for one in pair) == 2, "it has ended")
+        decoded_more(job, rng.randrange(10, 200))
+
+        # Another one comes while the coordinator is stalled, replaced, and woken. Nothing is decoded in that time.
+        mark, old = len(job.text), called(job, COORDINATOR)[-1]
+        os.kill(old.pid, signal.SIGSTOP)
+        decoded_more(job, rng.randrange(10, 100))
+        ((first, its_engine),) = engines(job).items()
+        with standing(job):
+            assert main(["workers", str(config), "2"]) == 0
+            until_said(job, "the coordinator is replaced", "goes on at epoch", after=mark)
+            if old.alive():
+                os.kill(old.pid, signal.SIGCONT)
+            until(job, lambda: not old.alive(), "the woken coordinator has ended")
+            until_said(job, "worker w2-", after=mark)
+        (second,) = engines(job).keys() - {first}
+        decoded_more(job, rng.randrange(10, 100))
 
         mark = len(job.text)
-        victim, survivor = rng.sample(list(engines(job)), 2)
-        kill(engines(job)[victim])
+        kill(its_engine)
         until_said(job, "its engine died", "calls go on", after=mark)
 
-        mark = len(job.text)
-        kill(survivor)
+        mark, its_engine = len(job.text), engines(job)[second]
+        kill(second)
         until_said(job, "its process is gone", "calls go on", after=mark)
+        until(job, lambda: not its_engine.alive(), "no engine outlives its worker")
         decoded_more(job, rng.randrange(10, 400))
         log = job.text
         kill_everything(job)
@@ -54,7 +96,24 @@ def test_w1_engine_actor_coordinator_and_everything_are_killed_and_no_token_diff
     done = rows_of(config.parent)
     assert_whole(done, on_loop(_reference(engine, rows)))
     assert sum(len(row["resumes"]) for row in done) >= CALLS // 2, log
+    assert_fenced(config.parent / "store")
     print(log)
+
+
+def assert_fenced(store: Path) -> None:
+    """In the order of the log no epoch is below an earlier one: who was replaced has published nothing since."""
+    opened = open_store(str(store))
+    slots = [read.slot for read in walk_back(opened, find_tail(opened)) if isinstance(read, Read)]
+    epochs = [slot.epoch for slot in reversed(slots)]
+    assert epochs == sorted(epochs), epochs
+
+
+@pytest.mark.timeout(900)
+def test_c7_stalled_coordinators_are_fenced_and_participants_are_not_rewound(tmp_path: Path) -> None:
+    """On Ray, without an engine: see ray_coordinators.py."""
+    command = [sys.executable, "-m", "tests.ray_coordinators", str(tmp_path / "store")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr[-6000:]}"
 
 
 async def _reference(engine: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

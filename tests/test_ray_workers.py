@@ -211,6 +211,56 @@ def test_a_damaged_segment_of_a_dead_worker_costs_its_tokens_and_holds_up_nobody
     played(tmp_path, rng, play)
 
 
+def test_a_worker_that_leaves_loses_nothing_and_one_that_comes_takes_calls(tmp_path: Path, rng: random.Random) -> None:
+    """Grown and shrunk in mid-decode, whenever that is: no token is decoded twice."""
+
+    async def play(world: World) -> None:
+        coordination = await world.coordinate()
+        leaving, _ = await world.worker(), await world.worker()
+        world.pace = stand_at(100, go := asyncio.Event())
+        answers = asyncio.create_task(world.answers(LONG))
+        await until(lambda: all(w.n_decoded >= 100 for w in world.workers), "both decode")
+        coming = await world.worker()
+        await world.snapshot()  # one that joins between cuts is asked with the next
+        assert set(coordination.figures().workers) == {w.session.worker for w in world.workers}
+        await leaving.retire()
+        lost = await asyncio.to_thread(coordination.lost, leaving.session.worker)
+        assert (lost.n_calls, lost.n_tokens) == (3, leaving.n_decoded), "all of it is stored"
+        go.set()
+        assert await answers == reference_answers(LONG)
+        assert world.alive == [world.workers[1], coming]
+        total = sum(map(len, reference_answers(LONG).values()))
+        assert sum(w.n_decoded for w in world.workers) == total
+        assert leaving.session.worker not in coordination.figures().workers
+        resumed = [entry for entry in coordination.everything() if entry.history]
+        assert resumed and coordination.figures().rejected == {}
+
+    played(tmp_path, rng, play)
+
+
+def test_a_snapshot_that_waits_for_a_worker_goes_on_when_that_is_found_gone(tmp_path: Path, rng: random.Random) -> None:
+    """Ray may take long to say that a process is gone; whoever knows it before lets the snapshot go on without it."""
+
+    async def play(world: World) -> None:
+        coordination = await world.coordinate()
+        await world.worker()
+        silent = await world.worker()
+        asked = asyncio.Event()
+
+        def ask(step: str, epoch: int, *arguments: Any) -> Any:
+            world.loop.call_soon_threadsafe(asked.set)
+            return Future()
+
+        coordination._fleet.add(silent.session.worker, ask)
+        coordination.request("request")
+        await asked.wait()
+        await asyncio.to_thread(coordination.lost, silent.session.worker)
+        await until(lambda: coordination.figures().snapshots == 1, "it is published")
+        assert coordination.figures().snapshots_abandoned == 0
+
+    played(tmp_path, rng, play, snapshot_timeout_s=3600.0)
+
+
 def test_an_answer_that_was_lost_on_its_way_is_given_again(tmp_path: Path, rng: random.Random) -> None:
     """A worker says what it has stored until the coordinator is known to have it."""
 

@@ -22,6 +22,7 @@ from recovery.calls import LiveCall
 from recovery.config import CheckpointingConfig, GymConfig
 from recovery.errors import RecoveryError
 from recovery.model import CallId, Request
+from recovery.ports import Participant
 from storage_backends import open_store
 from storage_backends.codecs import MixedSegmentCodec
 from tests.fake_engine import EOS, MUST, PROMPTS, STOP, Prompt, logprob, next_token
@@ -48,6 +49,7 @@ class Worker:
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.killed = False
+        self.left: asyncio.Event | None = None
         self.tasks: dict[str, asyncio.Task[list[int]]] = {}
         self.n_decoded = 0
         store = open_store(world.config.store or "", create=True)
@@ -118,6 +120,16 @@ class Worker:
             session.left(call)
         return list((await session.durable(prompt.rollout)).transcript_ids)
 
+    async def retire(self) -> None:
+        """As an actor does it that is to leave: nothing is decoded after the flush, and nothing is lost."""
+        self.left = asyncio.Event()
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        await self.session.flushed()
+        self.killed = True
+        self.left.set()
+
     def kill(self) -> None:
         """As SIGKILL: nothing more comes of it, but what the store has already been asked for."""
         self.killed = True
@@ -137,6 +149,8 @@ class World:
         self.loop = asyncio.get_running_loop()
         self.coordination: Coordination | None = None
         self.workers: list[Worker] = []
+        self.participants: list[tuple[Participant, float]] = []
+        """Those that a coordinator in another's place is told of."""
         self.pace: Callable[[Worker], Awaitable[None]] = lambda worker: asyncio.sleep(0)
         self._beats = asyncio.create_task(self._beat())
 
@@ -152,7 +166,10 @@ class World:
     async def coordinate(self, *, again: bool = False, owner: str = "this run") -> Coordination:
         """Start a coordinator (in the place of another with `again`), and let every worker join it."""
         made = await asyncio.to_thread(lambda: Coordination.open(self.config, MUST, {}, STOP, owner=owner, again=again))
-        made.start()
+        if again:
+            made.go_on(self.participants)
+        else:
+            made.start()
         self.coordination = made
         for worker in self.workers:
             if not worker.killed:
@@ -183,6 +200,8 @@ class World:
             try:
                 return await worker.run(prompt)
             except (Gone, Superseded):
+                if worker.left is not None:
+                    await worker.left.wait()
                 if worker.killed:
                     await self.lost(worker)
                 worker = self.rng.choice(self.alive)

@@ -28,6 +28,7 @@ examples:
   prefix-recovery model smollm2 models/smollm2           make a small real model, no network hub needed
   prefix-recovery run job.yaml                           run a job; the same command continues it after a crash
   prefix-recovery run job.yaml --set max_concurrent_calls=32
+  prefix-recovery workers job.yaml 4                     have a running job on Ray grow or shrink
   prefix-recovery pin run-17 latest                      keep this snapshot for good
   snapshot-inspect latest run-17                         what would a restore take?
   eval "$(prefix-recovery completion bash)"              complete verbs and options (also zsh, fish)
@@ -116,6 +117,14 @@ def parser() -> argparse.ArgumentParser:
         "id", metavar="ID", nargs="?", help="a snapshot's number, the digits that only one begins with, or `latest`"
     )
     pin.add_argument("--remove", action="store_true", help="let it go again: it is collected like any other")
+    workers = add(
+        "workers",
+        "have a running job on Ray grow or shrink; without N, how many workers it should have",
+        "prefix-recovery workers job.yaml 4",
+    )
+    workers.add_argument("config", metavar="CONFIG", help="the job's")
+    workers.add_argument("n", metavar="N", nargs="?", type=int, help="how many it should have from now on")
+    workers.add_argument("--set", action="append", default=[], metavar="K=V", help="override a field, as for run")
     doctor = add(
         "doctor",
         "what this machine has; with a CONFIG, whether the job could start",
@@ -189,6 +198,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from prefix_recovery.pin import run_pin
 
             return run_pin(arguments.store, arguments.id, remove=arguments.remove)
+        case "workers":
+            from prefix_recovery.wanted_workers import run_workers
+
+            return run_workers(configs.load_config(arguments.config, arguments.set), arguments.n)
         case "doctor":
             from prefix_recovery.doctor import run_doctor
 

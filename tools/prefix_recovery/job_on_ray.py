@@ -30,9 +30,12 @@ from prefix_recovery.output_lock import FOLDER_PREFIX
 from prefix_recovery.processes import descendants
 from prefix_recovery.progress import Progress
 from prefix_recovery.remote import RemoteEngine, RemoteSession, RemoteStored
+from prefix_recovery.wanted_workers import WantedWorkers
 from recovery.restored import Restored
 from storage_backends.transfer_queue import CPUS, package, start_queue
-from vllm_hooks.ray_workers.cluster import CoordinatorLink, Workers, connected
+from vllm_hooks.ray_workers.cluster import Workers
+from vllm_hooks.ray_workers.link import CoordinatorLink
+from vllm_hooks.ray_workers.ray_here import connected
 
 
 class RunOnRay(Run):
@@ -51,8 +54,10 @@ class RunOnRay(Run):
                     progress.say(f"the TransferQueue {'is started' if start_queue() else 'that is there is used'}")
                 self._folder = folder
                 self._lock.note(descendants(os.getpid()), folder)
+                self._wanted = WantedWorkers(Path(self._config.output), self._config.workers, progress.say)
                 return asyncio.run(self._loop(None, progress))
         finally:
+            WantedWorkers.none(Path(self._config.output))
             shutil.rmtree(folder, ignore_errors=True)
 
     def _capturing(self, llm: Any, session: Any) -> Any:
@@ -80,7 +85,8 @@ class RunOnRay(Run):
         restored, changed = await link.ask("opened")
         ledger = await link.ask("everything")
         workers.start(link)
-        session = RemoteSession(link, workers, RemoteStored(config, link, ledger), block.grace_s)
+        stored = RemoteStored(config, link, ledger)
+        session = RemoteSession(link, workers, stored, block.grace_s, self._wanted)
         tokens = 0
 
         def count(name: str, n_tokens: int) -> None:

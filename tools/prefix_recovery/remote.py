@@ -1,6 +1,7 @@
 """A job's session whose engines are actors of Ray: what dispatch.py asks of a session, answered from elsewhere.
 
-Owns: which answers are on their way to the output, and whether their ends are known to be durable.
+Owns: which answers are on their way to the output, whether their ends are known to be durable, and following the count
+of workers that somebody wants.
 Does not know: how workers are found and watched (vllm_hooks.ray_workers.cluster), rows, prompts files.
 
 Invariants:
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from prefix_recovery.wanted_workers import WantedWorkers
 from recovery.calls import LiveCall
 from recovery.config import JobConfig
 from recovery.coordinator import Attempt
@@ -29,7 +31,8 @@ from storage_backends import open_store
 from storage_backends.codecs import MixedSegmentCodec
 from vllm_hooks.ray_workers.actors import Answer
 from vllm_hooks.ray_workers.answers import answer_now
-from vllm_hooks.ray_workers.cluster import SILENT_S, CoordinatorLink, Workers
+from vllm_hooks.ray_workers.cluster import Workers
+from vllm_hooks.ray_workers.link import LOOK_S, CoordinatorLink
 from vllm_hooks.ray_workers.messages import Gone
 from vllm_hooks.trouble import Trouble
 
@@ -93,7 +96,7 @@ class RemoteStored:
     def _ask_now(self, method: str, *arguments: Any) -> Any:
         handle = self._link.handle
         try:
-            return answer_now(getattr(handle, method).remote(*arguments), SILENT_S)
+            return answer_now(getattr(handle, method).remote(*arguments), self._link.silent_s)
         except (Gone, TimeoutError, Fenced) as error:
             if isinstance(error, Fenced) and handle is self._link.handle:
                 raise
@@ -128,7 +131,10 @@ class RemoteSession:
 
     capturing = True
 
-    def __init__(self, link: CoordinatorLink, workers: Workers, stored: RemoteStored, grace_s: float) -> None:
+    def __init__(
+        self, link: CoordinatorLink, workers: Workers, stored: RemoteStored, grace_s: float, wanted: WantedWorkers
+    ) -> None:
+        self._wanted = wanted
         self._link = link
         self._workers = workers
         self._grace_s = grace_s
@@ -174,11 +180,13 @@ class RemoteSession:
         return Delivered(ended.call_id, ended.request, ended.token_ids, ended.logprobs, ended.version_spans, end)
 
     async def failing(self) -> None:
-        """Wait until the job must stop, and raise why."""
+        """Wait until the job must stop, and raise why. Meanwhile the coordinator is watched, and the count followed."""
         watch = asyncio.ensure_future(self._link.watch())
+        follow = asyncio.ensure_future(self._follow())
         try:
-            await asyncio.wait({watch, self._workers.failed}, return_when=asyncio.FIRST_COMPLETED)
-            for done in (watch, self._workers.failed):
+            all_of_them = (watch, follow, self._workers.failed)
+            await asyncio.wait(all_of_them, return_when=asyncio.FIRST_COMPLETED)
+            for done in all_of_them:
                 if done.done():
                     done.result()
         except RecoveryError as error:
@@ -186,6 +194,15 @@ class RemoteSession:
             raise
         finally:
             watch.cancel()
+            follow.cancel()
+
+    async def _follow(self) -> None:
+        """For ever: as many workers as are wanted."""
+        while True:
+            n = self._wanted.changed()
+            if n is not None:
+                await self._workers.scale(n)
+            await asyncio.sleep(LOOK_S)
 
     def raise_if_failed(self) -> None:
         if self.failure is not None:
@@ -215,6 +232,6 @@ class RemoteSession:
         """A last snapshot if wanted, then the engines end."""
         last: Attempt | None = None
         if self.failure is None:
-            last = await self._link.ask("finish", last_snapshot, timeout_s, timeout_s=SILENT_S + (timeout_s or 0.0))
+            last = await self._link.finish(last_snapshot, timeout_s)
         await self._workers.close()
         return last

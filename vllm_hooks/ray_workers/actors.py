@@ -33,7 +33,7 @@ from vllm_hooks import surface
 from vllm_hooks.capture import RecoverableEngine, drain
 from vllm_hooks.fingerprint import engine_fields
 from vllm_hooks.opening import SystemEntropy, staging_for
-from vllm_hooks.ray_workers.answers import answer, asking
+from vllm_hooks.ray_workers.answers import RemoteParticipant, answer, asking
 from vllm_hooks.ray_workers.coordination import Coordination
 from vllm_hooks.ray_workers.messages import (
     Claimed,
@@ -82,8 +82,6 @@ class CoordinatorActor:
             except RecoveryError as error:
                 self._failure = error
             break
-        if again and self._failure is None:
-            self._inner.start()
 
     def _coordination(self) -> Coordination:
         if self._failure is not None:
@@ -100,6 +98,20 @@ class CoordinatorActor:
 
     def start(self) -> None:
         self._coordination().start()
+
+    def go_on(self, participants: Mapping[str, tuple[Any, float]]) -> None:
+        """In another's place, with its participants: handle and deadline by name."""
+        asked = [
+            (RemoteParticipant(name, handle, timeout_s), timeout_s)
+            for name, (handle, timeout_s) in participants.items()
+        ]
+        self._coordination().go_on(asked)
+
+    def join_participant(self, name: str, handle: Any, timeout_s: float) -> None:
+        self._coordination().participants.join(RemoteParticipant(name, handle, timeout_s), timeout_s)
+
+    def participant_left(self, name: str) -> None:
+        self._coordination().participants.leave(name)
 
     def finish(self, last: bool, timeout_s: float | None) -> Any:
         return self._coordination().finish(last=last, timeout_s=timeout_s)
@@ -180,6 +192,7 @@ class EngineWorker:
         self._name = name
         self._beats: asyncio.Task[None] | None = None
         self._ready: asyncio.Event | None = None
+        self._retired = False
 
     # ---- a coordinator -----------------------------------------------------------------------------------------
 
@@ -288,6 +301,8 @@ class EngineWorker:
         request raises.
         """
         session = self.session
+        if self._retired:
+            raise Superseded(name)
         self._digests[name] = source_digest
         task = asyncio.create_task(self._to_the_end(name, prompt, params))
         self._running[name] = task
@@ -347,9 +362,18 @@ class EngineWorker:
         """The engine's steps between two moments (seconds since 1970)."""
         return self.session.steps.between(start_s, end_s)
 
-    async def flushed(self) -> None:
-        """What is captured now is stored."""
+    async def retire(self) -> News:
+        """Take no call any more and stop those that run: what they had is stored, and others may carry them on."""
+        self._retired = True
+        if self._beats is not None:
+            self._beats.cancel()
+        running = dict(self._running)
+        self._superseded.update(running)
+        for task in running.values():
+            task.cancel()
+        await asyncio.gather(*running.values(), return_exceptions=True)
         await self.session.flushed()
+        return await self.news()
 
     async def parity(self) -> Any:
         return self.session.parity

@@ -1,6 +1,6 @@
 """What one actor asks another, and how the answer or the error arrives.
 
-Owns: the way of an error from one process to the other.
+Owns: the way of an error from one process to the other, and a participant that lives in another process.
 Does not know: who asks what.
 
 Invariants:
@@ -65,3 +65,22 @@ def asking(worker: WorkerId, handle: Any) -> Ask:
         return asked
 
     return ask
+
+
+class RemoteParticipant:
+    """recovery.ports.Participant, and recovery.sharded.Owner: an actor with these methods, each under the deadline."""
+
+    def __init__(self, name: str, handle: Any, timeout_s: float) -> None:
+        self.name = name
+        self._handle = handle
+        self._timeout_s = timeout_s
+
+    def prepare(self, *cut: int) -> bytes:
+        state: bytes = answer_now(self._handle.prepare.remote(*cut), self._timeout_s)
+        return state
+
+    def commit(self, published: bool) -> None:
+        answer_now(self._handle.commit.remote(published), self._timeout_s)
+
+    def restore(self, state: bytes, rewound: bool) -> None:
+        answer_now(self._handle.restore.remote(state, rewound), self._timeout_s)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -35,7 +35,8 @@ from recovery.layout import SEGMENTS, segment_position
 from recovery.ledger import Entry, Ledger
 from recovery.log_reading import find_tail
 from recovery.model import OPEN, CallId
-from recovery.ports import ObjectStore, SegmentCodec, Staging
+from recovery.participants import Participants
+from recovery.ports import ObjectStore, Participant, SegmentCodec, Staging
 from recovery.protocol import Verdict
 from recovery.restore import differences
 from recovery.resume import StopRules
@@ -63,6 +64,8 @@ class Coordination:
         stop: StopRules,
         must: Mapping[str, Any],
         recorded: Mapping[str, Any],
+        *,
+        again: bool,
     ) -> None:
         self._config = config
         self._must, self._recorded = must, recorded
@@ -78,10 +81,16 @@ class Coordination:
         """By worker that is gone: the calls that it had."""
         self._salvaged: dict[WorkerId, Salvaged] = {}
         self._news = self._started = False
+        self._waits = again
         self.failure: RecoveryError | None = None
         self._figures = Figures(self.epoch)
         self._plans = Plans(opened.publication, opened.store, opened.segments, stop)
-        self._fleet = WorkersFleet(self.epoch, opened.states, on_gone=self._found_gone, on_stage=self._plans.due)
+        rewound = isinstance(config.restore, int)
+        self.participants = Participants(opened.states, opened.clock, rewound=rewound)
+        """Agents, tools, environments: asked with every snapshot, wherever they live."""
+        self._fleet = WorkersFleet(
+            self.epoch, self.participants.states, on_gone=self._found_gone, on_stage=self._plans.due
+        )
         compactor = Compactor(opened.store, opened.segments, opened.entropy, epoch=self.epoch)
         coordinator = Coordinator(
             opened.publication,
@@ -92,6 +101,7 @@ class Coordination:
             run=InOneThread(),
             compactor=compactor,
             amend=self._plans.amend,
+            joined=self.participants,
         )
         self._compactor = compactor
         self._snapshots = SnapshotLoop(
@@ -124,12 +134,21 @@ class Coordination:
         if again:
             config = _going_on(config, owner)
         opened = open_store_for(config, must, recorded, None, owner=owner, exactness="statistical", again=again)
-        return cls(config, opened, stop, must, recorded)
+        return cls(config, opened, stop, must, recorded, again=again)
+
+    def go_on(self, participants: Iterable[tuple[Participant, float]] = ()) -> None:
+        """In another's place: these had joined it and are as they were, each with its deadline. Harmless twice."""
+        with self._lock:
+            if self._waits:
+                for one, timeout_s in participants:
+                    self.participants.join(one, timeout_s, running=True)
+                self._waits = False
+        self.start()
 
     def start(self) -> None:
-        """Begin to take snapshots. Harmless twice."""
+        """Begin to take snapshots. Harmless twice; one in another's place begins with `go_on`."""
         with self._lock:
-            if not self._started:
+            if not self._started and not self._waits:
                 self._started = True
                 self._snapshots.start()
 
@@ -218,9 +237,11 @@ class Coordination:
             calls = self._departed[worker]
         self._recover()
         waited = self._salvaged.pop(worker, Salvaged())
+        up_to = self._fleet.arrived_up_to()
         entries = [entry for call_id in calls if (entry := self._entry(call_id)) is not None and entry.state == OPEN]
-        n_tokens, troubles = sum(entry.n_tokens for entry in entries), waited.troubles()
-        why = "; ".join(f"{key}: {error.message}" for key, error in troubles[:3])
+        known = {entry.call_id: entry.n_tokens for entry in entries}
+        n_tokens = sum(max(known.get(call_id, 0), up_to.get(call_id, 0)) for call_id in calls)
+        why = "; ".join(f"{key}: {error.message}" for key, error in waited.troubles()[:3])
         return Lost(len(calls), n_tokens, time.monotonic() - began, waited.segments, why)
 
     def _found_gone(self, worker: WorkerId) -> None:
@@ -299,6 +320,7 @@ class Coordination:
         self._check()
         with self._lock:
             self._figures.workers = tuple(self._members)
+            self._figures.waits = self._waits
         self._figures.rejected = dict(self._snapshots.rejected)
         return self._figures
 

@@ -5,7 +5,7 @@ Does not know: Ray, the protocol's order, the ledger.
 
 Invariants:
 1. Every wait has a deadline. A worker that does not answer costs one snapshot, nothing else; one that is gone costs
-   nothing: the others' snapshot goes on without it.
+   nothing: the others' snapshot goes on without it, from the moment at which anybody has found it out.
 2. What a worker has said to have stored is kept here until a snapshot took it, and the worker repeats it until it knows
    that it arrived: an answer that was lost on its way loses nothing.
 3. Nothing of a worker that is no member is taken. One that joins in the middle of a snapshot has its turn with the
@@ -17,11 +17,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 from recovery.calls import Stored
+from recovery.coordinates import ChunkAt
 from recovery.errors import EngineDead, Fenced, RecoveryError, SnapshotAbandoned
 from recovery.model import CallId
 from recovery.staging import Staged
@@ -30,15 +31,23 @@ from vllm_hooks.ray_workers.messages import Ask, Cut, Gone, WorkerId
 UNDO_TIMEOUT_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """`left` is done once it is a member no more."""
+
+    ask: Ask
+    left: Future[None] = field(default_factory=Future)
+
+
 class WorkersFleet:
     """recovery.coordinator.Fleet for many processes. In the coordinator's thread `on_gone` is told of each worker that
-    turns out to be gone, and `on_stage` that what `arrived` before is about to be taken; `states`: what goes into every
-    snapshot beside the calls."""
+    turns out to be gone, and `on_stage` that what `arrived` before is about to be taken; `states`: gives what goes into
+    the snapshot beside the calls."""
 
     def __init__(
         self,
         epoch: int,
-        states: Mapping[str, bytes],
+        states: Callable[[], Mapping[str, bytes]],
         *,
         on_gone: Callable[[WorkerId], None],
         on_stage: Callable[[], None],
@@ -48,7 +57,7 @@ class WorkersFleet:
         self._on_gone = on_gone
         self._on_stage = on_stage
         self._lock = threading.Lock()
-        self._asks: dict[WorkerId, Ask] = {}
+        self._asked: dict[WorkerId, _Member] = {}
         self._arrived: list[Staged] = []
         self._flushes: dict[str, int] = {}
         self._ended: tuple[CallId, ...] = ()
@@ -60,12 +69,14 @@ class WorkersFleet:
 
     def add(self, worker: WorkerId, ask: Ask) -> None:
         with self._lock:
-            self._asks[worker] = ask
+            self._asked[worker] = _Member(ask)
 
     def remove(self, worker: WorkerId) -> None:
         with self._lock:
-            self._asks.pop(worker, None)
+            member = self._asked.pop(worker, None)
             self.n_cut.pop(worker, None)
+        if member is not None:
+            member.left.set_result(None)
 
     def known(self, writer: str) -> int:
         """The last flush of that writer that arrived here."""
@@ -78,6 +89,12 @@ class WorkersFleet:
                 if item.flush > self._flushes.get(item.writer, 0):
                     self._flushes[item.writer] = item.flush
                     self._arrived.append(item)
+
+    def arrived_up_to(self) -> dict[CallId, int]:
+        """How far calls are stored in what arrived and is in no ledger yet."""
+        with self._lock:
+            chunks = [at for item in self._arrived for at in item.coordinates if isinstance(at, ChunkAt)]
+        return {at.call_id: at.chunk.stop for at in chunks}
 
     # ---- Fleet -------------------------------------------------------------------------------------------------
 
@@ -94,7 +111,7 @@ class WorkersFleet:
         self._undo("lower_fence")
 
     def prepare(self, timeout_s: float) -> Mapping[str, bytes]:
-        return self._states
+        return self._states()
 
     def resume(self, published: bool) -> None:
         if published:
@@ -119,20 +136,20 @@ class WorkersFleet:
         return taken
 
     def store_again(self, staged: Staged, timeout_s: float) -> Staged | None:
-        for worker, ask in self._members().items():
+        for worker, member in self._members().items():
             if staged.writer.startswith(f"{worker}."):
-                return self._result(worker, ask("store_again", self._epoch, staged), timeout_s)
+                return self._result(worker, member, member.ask("store_again", self._epoch, staged), timeout_s)
         return None
 
     def rewind(self, stored: Stored) -> None:
-        for ask in self._members().values():
-            ask("rewind", self._epoch, stored)
+        for member in self._members().values():
+            member.ask("rewind", self._epoch, stored)
 
     # ---- asking ------------------------------------------------------------------------------------------------
 
-    def _members(self) -> dict[WorkerId, Ask]:
+    def _members(self) -> dict[WorkerId, _Member]:
         with self._lock:
-            return dict(self._asks)
+            return dict(self._asked)
 
     def _ask_all(
         self,
@@ -144,15 +161,15 @@ class WorkersFleet:
     ) -> dict[WorkerId, Any]:
         deadline = time.monotonic() + timeout_s
         asked = {
-            worker: ask(step, self._epoch, *arguments)
-            for worker, ask in self._members().items()
+            worker: (member, member.ask(step, self._epoch, *arguments))
+            for worker, member in self._members().items()
             if among is None or worker in among
         }
         answers: dict[WorkerId, Any] = {}
         wrong: list[RecoveryError] = []
-        for worker, future in asked.items():
+        for worker, (member, future) in asked.items():
             try:
-                answers[worker] = self._result(worker, future, max(0.0, deadline - time.monotonic()))
+                answers[worker] = self._result(worker, member, future, max(0.0, deadline - time.monotonic()))
                 each(answers[worker])
             except (Gone, EngineDead):
                 self._on_gone(worker)
@@ -162,14 +179,16 @@ class WorkersFleet:
             raise min(wrong, key=lambda error: not isinstance(error, Fenced))
         return answers
 
-    def _result(self, worker: WorkerId, future: Future[Any], timeout_s: float) -> Any:
-        try:
-            return future.result(timeout_s)
-        except FutureTimeout:
-            raise SnapshotAbandoned(
-                f"worker {worker} did not answer within {timeout_s:.1f} s",
-                hint="decoding goes on, and the next snapshot asks it again; a worker that hangs is worth a look",
-            ) from None
+    def _result(self, worker: WorkerId, member: _Member, future: Future[Any], timeout_s: float) -> Any:
+        wait((future, member.left), timeout_s, FIRST_COMPLETED)
+        if future.done():
+            return future.result()
+        if member.left.done():
+            raise Gone(worker)
+        raise SnapshotAbandoned(
+            f"worker {worker} did not answer within {timeout_s:.1f} s",
+            hint="decoding goes on, and the next snapshot asks it again; a worker that hangs is worth a look",
+        )
 
     def _undo(self, step: str, *arguments: Any) -> None:
         """Asked of everybody; who is gone has nothing to undo, and who is late does it later."""

@@ -85,7 +85,7 @@ class Lost:
 
 @dataclass(slots=True)
 class Figures:
-    """What a coordinator has counted, for the one who runs the job."""
+    """What a coordinator has counted, for the one who runs the job. `waits`: for `go_on`."""
 
     epoch: int
     snapshots: int = 0
@@ -94,6 +94,7 @@ class Figures:
     last_error: str = ""
     rejected: dict[str, int] = field(default_factory=dict)
     workers: tuple[WorkerId, ...] = ()
+    waits: bool = False
 
 
 class Superseded(Exception):
