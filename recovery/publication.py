@@ -14,6 +14,7 @@ Invariants (docs/format.md, section 11):
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -175,6 +176,10 @@ class Publication:
     def _check_segment(self, staged: Staged) -> None:
         info = staged.info
         data = self._store.get(info.key, 0, info.nbytes + 1)
+        if staged.checked:
+            if hashlib.sha256(data).digest() != staged.checked:
+                raise DigestMismatch(f"{info.key} does not read back as it was written")
+            return
         records = self._segments.decode(data, info)
         if coordinates_of(records, info.key) != staged.coordinates:
             raise DigestMismatch(f"{info.key} does not hold the records that were written")

@@ -11,16 +11,19 @@ Invariants:
    A flush that is larger than a segment may be is several segments, each the next flush by number.
 4. A periodic flush is not made while another is queued: who wants one looks at `busy` and counts it with `refuse`. A
    cut is never refused.
-5. The bytes of a segment are kept, encoded, until a snapshot with it is published (the newest KEPT_NBYTES of them): one
+5. Before a segment is stored its bytes are decoded and give the very records that were frozen; the SHA-256 of these
+   bytes goes with the coordinates, so that who reads the segment back need not decode it again (Publication.validate).
+6. The bytes of a segment are kept, encoded, until a snapshot with it is published (the newest KEPT_NBYTES of them): one
    that does not read back is stored again, as it was (`store_again`).
-6. With a staging, what a periodic flush carries waits there, and here, until the next flush that is not periodic or
+7. With a staging, what a periodic flush carries waits there, and here, until the next flush that is not periodic or
    carries the end of a call: that one stores all of it. Whatever the staging does, nothing of it is stored less.
-7. A staging that failed is not asked again before the next snapshot is published: it costs one wait, not one a flush.
+8. A staging that failed is not asked again before the next snapshot is published: it costs one wait, not one a flush.
    What waited there is dropped when a snapshot is published after all of it was stored.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +33,7 @@ from dataclasses import dataclass, replace
 from recovery.buffer import Run
 from recovery.calls import Captured
 from recovery.coordinates import EndedAt, OpenedAt, StoredAt
-from recovery.errors import RecoveryError
+from recovery.errors import DigestMismatch, RecoveryError
 from recovery.layout import segment_stem
 from recovery.lineage import lineage_of
 from recovery.model import CallId, Ended, Identity, Record, RecordRef, SegmentInfo
@@ -50,12 +53,16 @@ WAITING_RECORDS, WAITING_RAW_NBYTES = 1 << 14, 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """One stored segment: where it is, what it holds, which flush of which worker incarnation it was."""
+    """One stored segment: where it is, what it holds, which flush of which worker incarnation it was.
+
+    `checked`: the SHA-256 of the bytes that were seen to decode to exactly `coordinates`; empty: nobody looked.
+    """
 
     info: SegmentInfo
     coordinates: StoredAt
     writer: str
     flush: int
+    checked: bytes = b""
 
 
 @dataclass(slots=True)
@@ -111,6 +118,14 @@ def coordinates_of(records: Sequence[Record], segment: str) -> StoredAt:
         version_at=whole.version_at,
         others=others,
     )
+
+
+def checked_sum(codec: SegmentCodec, segment: EncodedSegment, coordinates: StoredAt) -> bytes:
+    """The SHA-256 of a segment in memory. Raises Damaged unless its bytes hold exactly what was encoded."""
+    info = segment.info
+    if coordinates_of(codec.decode(segment.data, info), info.key) != coordinates:
+        raise DigestMismatch(f"{info.key} would not hold the records that were to be written")
+    return hashlib.sha256(segment.data).digest()
 
 
 class Stager:
@@ -278,6 +293,8 @@ class Stager:
 
     def _store_segment(self, records: Records) -> Staged:
         segment = self._encode(records)
+        coordinates = coordinates_of(records, segment.info.key)
+        checked = checked_sum(self._codec, segment, coordinates)
         # EXISTS can only be our own earlier answer that was lost: the name is random. Validation reads it back.
         self._store.put_new(segment.info.key, segment.data)
         self._backlog = self._backlog[len(records) :]
@@ -286,7 +303,7 @@ class Stager:
             self._obsolete += self._waiting
             self._waiting, self._waiting_nbytes = [], 0
         self._keep(segment.info.key, segment.data)
-        staged = Staged(segment.info, coordinates_of(records, segment.info.key), self.writer, self._flush)
+        staged = Staged(segment.info, coordinates, self.writer, self._flush, checked)
         self.counters.flushes += 1
         self.counters.nbytes += len(segment.data)
         self.counters.tokens += int(records.n_tokens[records.kinds == CHUNK].sum())
@@ -305,7 +322,8 @@ class Stager:
         self._taken.append(key)
         self.counters.stored_again += 1
         info = replace(staged.info, key=key)
-        return Staged(info, coordinates_of(self._codec.decode(data, info), key), self.writer, self._flush)
+        coordinates = coordinates_of(self._codec.decode(data, info), key)
+        return Staged(info, coordinates, self.writer, self._flush, staged.checked)
 
     def _keep(self, key: str, data: bytes) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from recovery.ports import ObjectStore
 from recovery.publication import WORTH_A_SLOT, Publication
 from recovery.slots import SlotLog
 from recovery.snapshots import Snapshot, load
-from recovery.staging import Staged, coordinates_of
+from recovery.staging import Staged, checked_sum, coordinates_of
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import PASS, CountingStore, FaultyStore, RaiseAfter, RaiseBefore
 from tests.fakes import ManualClock, SeededEntropy, chunk, name, opened
@@ -56,7 +57,9 @@ class World:
         stem = layout.segment_stem(self.publication.log.epoch, "w0.00000000", self.n_flush, "00000000")
         segment = PlainSegments().encode(records, stem)
         self.inner.put_new(segment.info.key, segment.data)
-        staged = Staged(segment.info, coordinates_of(records, segment.info.key), "w0.00000000", self.n_flush)
+        coordinates = coordinates_of(records, segment.info.key)
+        checked = checked_sum(PlainSegments(), segment, coordinates)
+        staged = Staged(segment.info, coordinates, "w0.00000000", self.n_flush, checked)
         self.publication.ledger.describe(staged.info)
         for at in staged.coordinates:
             assert self.publication.ledger.apply(at) == ""
@@ -199,6 +202,23 @@ def test_a_segment_that_holds_other_records_is_found() -> None:
     )
     (wrong,) = world.publication.validate(world.publication.record(STATES), [lying])
     assert "does not hold the records that were written" in str(wrong)
+
+
+@pytest.mark.parametrize("at", [0, -1, 40])
+@pytest.mark.parametrize("was_decoded", [True, False])
+def test_one_flipped_bit_of_a_segment_is_found(was_decoded: bool, at: int) -> None:
+    """Whether the worker decoded what it stored, so that a sum is enough, or nobody did."""
+    world = World()
+    staged = world.flush(opened("a"), chunk("a", 0, [1, 2]))
+    data = bytearray(world.inner.get(staged.info.key))
+    draft = world.publication.record(STATES)
+    fresh = staged if was_decoded else replace(staged, checked=b"")
+    assert world.publication.validate(draft, [fresh]) == []
+    data[at] ^= 4
+    world.inner.put(staged.info.key, bytes(data))
+    (wrong,) = world.publication.validate(draft, [fresh])
+    assert staged.info.key in str(wrong)
+    assert not world.publication.ledger.knows_segment(staged.info.key), "it was retracted"
 
 
 def test_a_ledger_or_state_that_does_not_read_back_stops_the_attempt() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +15,12 @@ import pytest
 
 from recovery.calls import CallTable
 from recovery.codec import chunk_digest, request_digest
-from recovery.errors import OutcomeUnknown, StoreFull, StoreUnavailable
+from recovery.errors import DigestMismatch, OutcomeUnknown, StoreFull, StoreUnavailable
 from recovery.layout import segment_position
 from recovery.ledger import ChunkAt, EndedAt, OpenedAt
 from recovery.lineage import Lineage
 from recovery.model import Chunk, Ended, Opened, PolicyVersion, Record
-from recovery.ports import ObjectStore
+from recovery.ports import EncodedSegment, ObjectStore
 from recovery.staging import Staged, Stager, coordinates_of
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import PASS, FaultyStore, Hang, RaiseAfter, RaiseBefore
@@ -51,6 +53,33 @@ def said(records: list[Record]) -> list[tuple[str, int, list[int]]]:
 def table_of(n: int = 1) -> tuple[CallTable, list[Any]]:
     table = CallTable()
     return table, [table.open(request(f"r{i}"), name(f"r{i}"), 0) for i in range(n)]
+
+
+class Forgetful(PlainSegments):
+    """Encodes other tokens than it was given, as often as it is told."""
+
+    times = 1
+
+    def encode(self, records: Sequence[Record], key_stem: str) -> EncodedSegment:
+        self.times -= 1
+        last = records[-1]
+        assert isinstance(last, Chunk)
+        other = replace(last, token_ids=last.token_ids + 1) if self.times >= 0 else last
+        return super().encode([*list(records)[:-1], other], key_stem)
+
+
+def test_what_would_not_read_back_is_not_stored_and_goes_with_the_next_flush() -> None:
+    store, table = MemoryStore(), CallTable()
+    one = Stager(store, Forgetful(), SeededEntropy("s"), epoch=3, worker="w7")
+    call = table.open(request("r0"), name("r0"), 0)
+    call.append([1, 2], [-1.0, -2.0], V0)
+    error = flush(one, table)
+    assert isinstance(error, DigestMismatch) and "would not hold the records" in error.message
+    assert store.list("") == [] and one.take_staged() == []
+    assert flush(one, table) is None
+    assert [said(list(records)) for records in records_in(store)] == [[("Opened", 0, []), ("Chunk", 0, [1, 2])]]
+    (staged,) = one.take_staged()
+    assert staged.checked == hashlib.sha256(store.get(staged.info.key)).digest()
 
 
 def test_a_flush_is_one_segment_of_all_calls_and_its_coordinates() -> None:

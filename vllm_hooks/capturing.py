@@ -82,7 +82,7 @@ class Capturing:
         self.dead_engine: BaseException | None = None
         self._deliveries = Deliveries(keeps=keeps_results)
         self._n_captured = self._n_cut = 0
-        self._polling = Polling(self.captured)
+        self._polling = Polling(self.captured, config.gym.generation_chunk_flush_tokens)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failing: asyncio.Event | None = None
         self._stopped = False
@@ -162,7 +162,7 @@ class Capturing:
 
     def pull(self, call: LiveCall, reader: PullReader, request_id: str, n_top: int | None) -> Pulled:
         """Read this call's tokens from the engine's front end, at cuts and now and then, from here on."""
-        return self._polling.add(Pulled(call, reader, request_id, n_top, []))
+        return self._polling.add(Pulled(call, reader, request_id, n_top))
 
     def pull_last(self, call: LiveCall) -> None:
         """Read what is there for the last time; harmless for a call that is streamed."""

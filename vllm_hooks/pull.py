@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from recovery.calls import LiveCall
@@ -25,11 +25,17 @@ from recovery.errors import CaptureDisagrees
 from recovery.model import Array, CallId
 from vllm_hooks import surface, top_logprobs
 
-POLL_S_MIN, POLL_S_MAX = 0.002, 0.02
-"""How often the loop looks whether a flush is due; a look costs about a microsecond per live call."""
+POLL_S_MIN, POLL_S_MAX = 0.002, 0.1
+"""How often the loop looks whether a flush is due; a look costs some two microseconds per live call."""
 
-TOKENS_PER_POLL = 2
-"""The polling slows down or speeds up towards this many new tokens of a call between two looks."""
+TOKENS_PER_POLL_MAX, POLLS_PER_FLUSH = 8, 32
+"""What a look finds is not lost with a call that is cancelled, and tells that a flush is due: so many looks between two
+flushes are enough, and a look costs much the same whatever it finds."""
+
+
+def tokens_per_poll(flush_tokens: int) -> int:
+    """The polling slows down or speeds up towards this many new tokens of a call between two looks."""
+    return max(1, min(TOKENS_PER_POLL_MAX, (flush_tokens or TOKENS_PER_POLL_MAX * POLLS_PER_FLUSH) // POLLS_PER_FLUSH))
 
 
 Columns = Mapping[str, Array] | None
@@ -83,44 +89,47 @@ def _taken(token_ids: Sequence[int], logprobs: Any, start: int, n_top: int | Non
 
 @dataclass(slots=True)
 class Pulled:
-    """A running call that is read instead of streamed; `taken` tokens of this engine request so far.
+    """A running call that is read instead of streamed. `n_top`: see top_logprobs.n_kept.
 
-    `n_top`: see top_logprobs.n_kept.
+    What was read is the call's transcript from `first` on, where this engine request began.
     """
 
     call: LiveCall
     reader: PullReader
     request_id: str
     n_top: int | None
-    taken: list[int]
+    first: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = len(self.call.transcript_ids)
 
     def read(self) -> Taken:
-        """What is new since the last read."""
-        fresh = self.reader.read(self.request_id, len(self.taken), self.n_top)
-        self.taken.extend(fresh.token_ids)
-        return fresh
+        """What the call does not have yet."""
+        return self.reader.read(self.request_id, len(self.call.transcript_ids) - self.first, self.n_top)
 
     def rest(self, token_ids: Sequence[int], logprobs: Any) -> Taken:
         """What the engine's last output adds to what was read. Raises CaptureDisagrees."""
-        start = len(self.taken)
-        if list(token_ids[:start]) != self.taken:
+        taken = self.call.transcript_ids[self.first :]
+        start = len(taken)
+        if list(token_ids[:start]) != taken.tolist():
             raise CaptureDisagrees(
                 f"request {self.request_id!r}: the tokens read at a cut are not those that the engine delivered",
                 hint="report this with the vLLM version; run with --no-self-test, which captures by the wrapper alone",
             )
-        ids = list(token_ids[start:])
-        self.taken.extend(ids)
-        return _taken(ids, logprobs, start, self.n_top)
+        return _taken(list(token_ids[start:]), logprobs, start, self.n_top)
 
 
 class Polling:
     """All pulled calls of a session, and how often they are read. Runs on the event loop.
 
-    `captured(call, ids, logprobs, columns)` takes what was read.
+    `captured(call, ids, logprobs, columns)` takes what was read, all of it, before the call is read again.
     """
 
-    def __init__(self, captured: Callable[[LiveCall, list[int], list[float], Columns], None]) -> None:
+    def __init__(
+        self, captured: Callable[[LiveCall, list[int], list[float], Columns], None], flush_tokens: int
+    ) -> None:
         self._captured = captured
+        self._tokens_per_poll = tokens_per_poll(flush_tokens)
         self._pulled: dict[CallId, Pulled] = {}
         self._scheduled = self._closed = False
         self._every_s = POLL_S_MIN
@@ -143,8 +152,9 @@ class Polling:
         for pulled in self._pulled.values():
             if pulled.call.ended is None:
                 fresh = pulled.read()
-                self._captured(pulled.call, *fresh)
-                most = max(most, len(fresh.token_ids))
+                if fresh is not _NOTHING:
+                    self._captured(pulled.call, *fresh)
+                    most = max(most, len(fresh.token_ids))
         return most
 
     def close(self) -> None:
@@ -160,7 +170,8 @@ class Polling:
         if self._closed:
             return
         most = self.read_all()
-        factor = 0.5 if most > TOKENS_PER_POLL else (1.5 if most < TOKENS_PER_POLL else 1.0)
+        wanted = self._tokens_per_poll
+        factor = 0.5 if most > wanted else (1.5 if most < wanted else 1.0)
         self._every_s = min(POLL_S_MAX, max(POLL_S_MIN, self._every_s * factor))
         if self._pulled:
             self._schedule()

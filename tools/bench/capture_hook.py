@@ -4,8 +4,9 @@ Owns: the source, the same tokens through the hook and into Python lists, round 
 Does not know: engines.
 
 A step gives every call one token and one logprob, as decoding does. Ways: the hook as a stream of deltas calls it (one
-output, one token); as the polling of FINAL_ONLY requests calls it (TOKENS_PER_POLL tokens a look, reading the front end
-included); and two list appends. Flushes are made by the stager's thread and are no part of the hook.
+output, one token); as the polling of FINAL_ONLY requests calls it (as many tokens a look as it aims at with flushes of
+the default size, reading the front end included); and two list appends. Flushes are made by the stager's thread and are
+no part of the hook.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ from recovery.config import CheckpointingConfig
 from recovery.model import Request
 from vllm_hooks.capturing import Capturing
 from vllm_hooks.flushing import Flushing
-from vllm_hooks.pull import TOKENS_PER_POLL, Pulled, PullReader
+from vllm_hooks.pull import Pulled, PullReader, tokens_per_poll
 
 CALLS, STEPS, ROUNDS = (256, 1024, 10_000), 512_000, 9
 CALLS_QUICK, STEPS_QUICK, ROUNDS_QUICK = (8, 16), 128, 1
 MICROSECONDS_MAX = 2.0
+CONFIG = CheckpointingConfig(enabled=True, store="none")
+TOKENS_PER_POLL = tokens_per_poll(CONFIG.gym.generation_chunk_flush_tokens)
 
 
 class Captures(Capturing):
     """The half of a session that the engine meets, with nobody to flush to."""
 
     def __init__(self) -> None:
-        super().__init__(CheckpointingConfig(enabled=True, store="none"), capturing=True, keeps_results=False)
+        super().__init__(CONFIG, capturing=True, keeps_results=False)
         nowhere: Any = None
         self.flushing = Flushing(nowhere, self.table.freeze, self.table.longest_pending, 0, lambda error: None)
 
@@ -101,7 +104,7 @@ class Made:
             external_req_ids={str(number): [str(number)] for number in range(n_calls)},
         )
         reader = PullReader(SimpleNamespace(output_processor=processor))
-        self.pulled = [Pulled(call, reader, str(number), None, []) for number, call in enumerate(self.calls)]
+        self.pulled = [Pulled(call, reader, str(number), None) for number, call in enumerate(self.calls)]
         self.lists: list[tuple[list[int], list[float]]] = [([], []) for _ in range(n_calls)]
 
 

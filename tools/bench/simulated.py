@@ -24,7 +24,7 @@ from recovery.ledger import Ledger
 from recovery.model import Array, CallId, Ended, Opened, Record, Request
 from recovery.records import CHUNK, SIXTEEN, Records, digests, no_columns
 from recovery.restored import RestoredCall
-from recovery.staging import Staged, coordinates_of
+from recovery.staging import Staged, checked_sum, coordinates_of
 
 PROMPT = np.arange(3, 19, dtype=np.int32)
 _VOCABULARY, _STEP = 50_021, 7
@@ -174,9 +174,11 @@ class Worker:
         self._n_flushes += 1
         stem = segment_stem(self._seat.epoch, self.writer, self._n_flushes, self._seat.entropy.hex(4))
         segment = self._seat.segments.encode(records, stem)
+        coordinates = coordinates_of(records, segment.info.key)
+        checked = checked_sum(self._seat.segments, segment, coordinates)
         self._seat.store.put_new(segment.info.key, segment.data)
         self._kept[segment.info.key] = records
-        return Staged(segment.info, coordinates_of(records, segment.info.key), self.writer, self._n_flushes)
+        return Staged(segment.info, coordinates, self.writer, self._n_flushes, checked)
 
     def store_again(self, key: str) -> Staged | None:
         records = self._kept.get(key)
