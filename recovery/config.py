@@ -36,7 +36,6 @@ Positive = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 YEAR_S = 366 * 24 * 3600  # a larger number of seconds is a mistaken unit
 Duration = Annotated[float, Meta(gt=0, le=YEAR_S)]
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 class GymConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -188,6 +187,11 @@ class JobConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Port | Text | None, Meta(description="Where /metrics is served: a port, or HOST:PORT; 0: a free port.")
     ] = None
 
+    @property
+    def on_ray(self) -> bool:
+        """Whether its engines are actors of Ray; else there is one, in this process."""
+        return self.workers > 1 or self.ray.address is not None
+
 
 class LoopConfig(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The two blocks that a training loop of one's own takes."""
@@ -212,11 +216,6 @@ def effective_mode(config: JobConfig | CheckpointingConfig) -> Mode:
     """The mode that applies: off unless the block is enabled."""
     block = config.rollout_checkpointing if isinstance(config, JobConfig) else config
     return block.gym.mode if block.enabled else "off"
-
-
-def runs_on_ray(config: JobConfig) -> bool:
-    """Whether the engines of a job are actors of Ray; else there is one, in this process."""
-    return config.workers > 1 or config.ray.address is not None
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> JobConfig:
@@ -264,7 +263,7 @@ def _job(mapping: Any, overrides: Sequence[str], origins: forms.Origins, folder:
         config = forms.build(JobConfig, tree, JobConfig)
         if folder is not None:
             config = _beside(config, folder)
-        check_combinations(config)
+        check_combinations(config, on=effective_mode(config) != "off")
     except FieldError as error:
         raise error.located(origins) from None
     return config
@@ -276,7 +275,7 @@ def _loop(mapping: Any, overrides: Sequence[str], origins: forms.Origins, folder
         if isinstance(tree, dict):
             forms.override(tree, overrides, origins)
         config = forms.build(LoopConfig, tree, LoopConfig)
-        check_loop(config)
+        check_loop(config, on=effective_mode(config.rollout_checkpointing) != "off")
     except FieldError as error:
         raise error.located(origins) from None
     block = config.rollout_checkpointing
@@ -288,7 +287,7 @@ def _loop(mapping: Any, overrides: Sequence[str], origins: forms.Origins, folder
 
 
 def _absolute(text: str, folder: str) -> str:
-    return text if _URL.match(text) else os.path.normpath(os.path.join(folder, os.path.expanduser(text)))
+    return text if forms.URL.match(text) else os.path.normpath(os.path.join(folder, os.path.expanduser(text)))
 
 
 def _store_beside(block: CheckpointingConfig, folder: str) -> CheckpointingConfig:

@@ -11,17 +11,15 @@ Invariants:
 from __future__ import annotations
 
 import os
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from recovery.config_forms import FieldError
+from recovery.config_forms import URL, FieldError
 
 if TYPE_CHECKING:
     from recovery.config import CheckpointingConfig, JobConfig, LoopConfig, RolloutConfig
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _STORE, _STAGING = "rollout_checkpointing.store", "rollout_checkpointing.staging"
 
 
@@ -73,18 +71,17 @@ def check_rollout(rollout: RolloutConfig, batch_groups: int = 1) -> None:
         raise FieldError("rollout.async_buffer_max_groups", problem, "with less, no batch would ever be full")
 
 
-def check_combinations(config: JobConfig) -> None:
-    """Refuse values that are fine alone and cannot be run, or cannot be restored, together."""
+def check_combinations(config: JobConfig, *, on: bool) -> None:
+    """Refuse values that are fine alone and cannot be run, or restored, together. `on`: calls are captured."""
     check_rollout(config.rollout)
     block = config.rollout_checkpointing
-    on = block.enabled and block.gym.mode != "off"
     if "model" in config.engine:
         raise FieldError("engine.model", "is given twice", "remove it: the field `model` names the model")
     if config.sampling.get("n", 1) != 1:
         raise FieldError("sampling.n", "is not how samples are counted", "use samples_per_prompt")
     _check_ray(config, on)
     _check_store(block, on)
-    if on and block.staging != "store" and config.workers == 1 and config.ray.address is None:
+    if on and block.staging != "store" and not config.on_ray:
         problem = f"found {block.staging}, and this job runs in one process, which its queue would die with"
         raise FieldError(_STAGING, problem, "set workers: 2 (or more), or ray.address; or leave it out")
     _check_places(config, block.store if on else None)
@@ -92,16 +89,14 @@ def check_combinations(config: JobConfig) -> None:
         _check_one(config, row)
 
 
-def check_loop(config: LoopConfig) -> None:
+def check_loop(config: LoopConfig, *, on: bool) -> None:
     """The same for a training loop of one's own."""
     check_rollout(config.rollout)
-    block = config.rollout_checkpointing
-    on = block.enabled and block.gym.mode != "off"
-    _check_store(block, on)
+    _check_store(config.rollout_checkpointing, on)
 
 
 def _check_ray(config: JobConfig, on: bool) -> None:
-    if config.workers == 1 and config.ray.address is None:
+    if not config.on_ray:
         return
     if not on:
         problem = f"found {config.workers}, and rollout_checkpointing is off"
@@ -161,4 +156,4 @@ def _place(text: str) -> str:
     """A path or URL in a form that can be compared."""
     if text.startswith("file://"):
         text = url2pathname(urlsplit(text).path)
-    return text.rstrip("/") if _URL.match(text) else os.path.realpath(os.path.expanduser(text))
+    return text.rstrip("/") if URL.match(text) else os.path.realpath(os.path.expanduser(text))

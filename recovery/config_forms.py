@@ -34,6 +34,9 @@ Origins = dict[str, str]  # dotted path -> "job.yaml, line 3" or "override a.b=c
 B = TypeVar("B", bound="Block")
 MAX_FILE_BYTES = 1024 * 1024
 MAX_DEPTH = 32
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+"""What begins so is no path."""
+
 _UNITS = {"s": " of seconds", "tokens": " of tokens"}
 _WORDS: dict[type[inspect.Type], str] = {
     inspect.BoolType: "true or false",

@@ -36,7 +36,7 @@ from prefix_recovery.results import Results, write_errors
 from prefix_recovery.stored_job import check_stored
 from prefix_recovery.tally import Tally
 from prefix_recovery.waiting import Notices
-from recovery.config import JobConfig, effective_mode, runs_on_ray
+from recovery.config import JobConfig, effective_mode
 from recovery.coordinator import Attempt
 from recovery.errors import ConfigError, EngineDead
 from recovery.protocol import Verdict
@@ -74,7 +74,7 @@ def run_job(config: JobConfig, options: RunOptions) -> int:
 
 
 def _kind_of(config: JobConfig) -> type[Run]:
-    if not runs_on_ray(config):
+    if not config.on_ray:
         return Run
     try:
         from prefix_recovery.job_on_ray import RunOnRay  # it extends what is here, and Ray need not be installed
