@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from recovery.errors import CredentialsRefused, Damaged, FormatNotUnderstood, RecoveryError
-from recovery.layout import SEGMENTS, segment_position
+from recovery.layout import segment_position, segments_of
 from recovery.ledger import ChunkAt, Ledger
 from recovery.model import Record, SegmentInfo
 from recovery.ports import Listed, ObjectStore, SegmentCodec
@@ -53,7 +53,7 @@ def adopt(
     for item in _flushed(store, epoch):
         key = item.key
         at = segment_position(key)
-        if at is None or at.is_compacted or at.epoch != epoch or at.flush <= flushed.get(at.writer, 0):
+        if at is None or not at.extends(epoch, flushed):
             continue
         if key in collected or ledger.knows_segment(key):
             continue
@@ -77,7 +77,7 @@ def read_flushed(store: ObjectStore, codec: SegmentCodec, item: Listed) -> tuple
 
 def _flushed(store: ObjectStore, epoch: int) -> list[Listed]:
     try:
-        return store.list(f"{SEGMENTS}e{epoch:06d}/")
+        return store.list(segments_of(epoch))
     except CredentialsRefused as error:
         by_id = "a restore of one snapshot by its id needs no list, and adopts nothing (restore: ID)"
         raise CredentialsRefused(error.message, hint=f"{error.hint}; {by_id}") from error

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 SEGMENTS, LEDGERS, STATES, GARBAGE = "seg/", "ledger/", "state/", "gc/"
@@ -48,10 +49,19 @@ class SegmentPosition:
     def is_compacted(self) -> bool:
         return self.writer.rpartition(".")[0] == COMPACTED
 
+    def extends(self, epoch: int, flushed: Mapping[str, int]) -> bool:
+        """Whether it was flushed in `epoch`, and after what `flushed` accounts for (docs/format.md, invariant 11.4)."""
+        return not self.is_compacted and self.epoch == epoch and self.flush > flushed.get(self.writer, 0)
+
+
+def segments_of(epoch: int, writer: str = "") -> str:
+    """What the keys of an epoch's segments begin with: of all, or of those whose writer's name begins so."""
+    return f"{SEGMENTS}e{epoch:06d}/{writer}"
+
 
 def segment_stem(epoch: int, writer: str, flush: int, nonce: str) -> str:
     """A segment's key up to its sum, which the codec adds. `nonce`: 8 hex digits."""
-    return f"{SEGMENTS}e{epoch:06d}/{writer}/{flush:08d}-{nonce}"
+    return f"{segments_of(epoch, writer)}/{flush:08d}-{nonce}"
 
 
 def ledger_key(epoch: int, nonce: str, suffix: str) -> str:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recovery.layout import segment_stem
+from recovery.ledger import Ledger
 from recovery.log import Slot
 from recovery.ports import Listed, ObjectStore
 from recovery.slots import SlotLog
@@ -16,7 +17,7 @@ from recovery.snapshots import make_root
 from snapshot_inspect.newest import newest
 from snapshot_inspect.places import ledger_codec, segment_codec
 from snapshot_inspect.survey import position
-from snapshot_inspect.unpublished import flushed_since
+from snapshot_inspect.unpublished import flushed_since, unpublished
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import Wrapped
 from tests import inspect_stores as stores
@@ -67,6 +68,7 @@ def test_what_is_told_is_what_lies_behind_the_snapshot(flushed: dict[str, int], 
                 expected.add(key)
     found = flushed_since(store, _slot(flushed))
     assert found is not None and {item.key for item in found} == expected
+    assert set(unpublished(store, Ledger(), 1, flushed)) == expected
 
 
 @pytest.mark.parametrize("flushed", [None, [], {"w0.1": "1"}, {"w0.1": -1}])

@@ -23,6 +23,22 @@ def test_made_keys_are_recognised() -> None:
     assert [key.startswith(prefix) for key, prefix in zip(keys, layout.PREFIXES, strict=False)] == [True] * 4
 
 
+def test_what_extends_a_snapshot_was_flushed_in_its_epoch_after_it_and_not_by_compaction() -> None:
+    flushed = {"w0.1a2b3c4d": 7}
+    for position, extends in (
+        (layout.SegmentPosition(3, "w0.1a2b3c4d", 7), False),
+        (layout.SegmentPosition(3, "w0.1a2b3c4d", 8), True),
+        (layout.SegmentPosition(3, "w1.1a2b3c4d", 1), True),
+        (layout.SegmentPosition(2, "w0.1a2b3c4d", 8), False),
+        (layout.SegmentPosition(4, "w0.1a2b3c4d", 8), False),
+        (layout.SegmentPosition(3, "compacted.1a2b3c4d", 8), False),
+    ):
+        assert position.extends(3, flushed) is extends, position
+        key = layout.segment_stem(position.epoch, position.writer, position.flush, "0" * 8)
+        assert key.startswith(layout.segments_of(position.epoch))
+        assert key.startswith(layout.segments_of(position.epoch, position.writer))
+
+
 @pytest.mark.parametrize(
     "key",
     [

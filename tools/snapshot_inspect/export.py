@@ -22,13 +22,14 @@ from snapshot_inspect import calls, documents, json_lines
 from snapshot_inspect.carrying import Carrier, DerivedEntropy, FixedClock, carry, check_carried, codec_of
 from snapshot_inspect.documents import Document
 from snapshot_inspect.new_file import new_file
-from snapshot_inspect.newest import Adopted, intended_after, unpublished, would_adopt
+from snapshot_inspect.newest import Adopted, intended_after, would_adopt
 from snapshot_inspect.places import Place, ledger_codec, open_place, segment_codec
 from snapshot_inspect.progress import progress_on
 from snapshot_inspect.render import Fact, Screen
 from snapshot_inspect.survey import Position, choose, position
 from snapshot_inspect.texts import count_text, nbytes_text, origin_text
 from snapshot_inspect.tokenizer import Texts
+from snapshot_inspect.unpublished import unpublished
 from snapshot_inspect.verbs import Answer, notes_of
 from storage_backends.archive import ArchiveWriter
 from storage_backends.codecs import CodecName, MixedSegmentCodec

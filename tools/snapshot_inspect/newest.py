@@ -25,7 +25,7 @@ from recovery.errors import (
     FormatNotUnderstood,
     RecoveryError,
 )
-from recovery.layout import SEGMENTS, segment_position
+from recovery.layout import segments_of
 from recovery.ledger import Counts, Ledger
 from recovery.log import Slot, forgotten_by
 from recovery.model import OPEN
@@ -173,7 +173,7 @@ def would_adopt(
 ) -> Adopted:
     """What a restore adds to `ledger`, that of a snapshot of `epoch`; `ledger` is changed here."""
     adopted = Adopted()
-    for item in store.list(f"{SEGMENTS}e{epoch:06d}/"):
+    for item in store.list(segments_of(epoch)):
         found = adopt(_OnlyOne(store, item), codec, ledger, epoch=epoch, flushed=flushed, collected=collected)
         if found.segments:
             adopted.segments.append(item.key)
@@ -194,16 +194,6 @@ def intended_after(store: ObjectStore, tail: int, snapshot_id: int) -> set[str]:
         if found.slot.kind == "gc":
             keys |= garbage.intended(store, found.slot)
     return keys
-
-
-def unpublished(store: ObjectStore, ledger: Ledger, epoch: int, flushed: Mapping[str, int]) -> list[str]:
-    """Segments by name that a restore of a snapshot of `epoch` looks at, to adopt them."""
-    found = ((item.key, segment_position(item.key)) for item in store.list(f"{SEGMENTS}e{epoch:06d}/"))
-    return [
-        key
-        for key, at in found
-        if at is not None and at.flush > flushed.get(at.writer, 0) and not ledger.knows_segment(key)
-    ]
 
 
 class _OnlyOne:

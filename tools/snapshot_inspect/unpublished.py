@@ -4,8 +4,9 @@ Owns: which part of a listing has to be asked for, and which names in it are of 
 Does not know: what is in those segments, whether a restore takes them over (newest.py).
 
 Invariants:
-1. What is listed grows with what was flushed since, not with the store: a name that the snapshot accounts for is passed
-   over before it is sent. A further writer whose name comes before all known ones is therefore not found.
+1. What `flushed_since` lists grows with what was flushed since, not with the store: a name that the snapshot accounts
+   for is passed over before it is sent. A further writer whose name comes before all known ones is therefore not
+   found. Where the ledger was read, `unpublished` looks at every name of the epoch.
 2. Nothing is read.
 """
 
@@ -14,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from recovery.errors import CredentialsRefused
-from recovery.layout import SEGMENTS, segment_position
+from recovery.layout import segment_position, segments_of
+from recovery.ledger import Ledger
 from recovery.log import Slot
 from recovery.ports import Listed, ObjectStore
 
@@ -27,12 +29,18 @@ def flushed_since(store: ObjectStore, slot: Slot) -> list[Listed] | None:
     flushed = _flushed(slot)
     if flushed is None:
         return None
-    folder = f"{SEGMENTS}e{slot.epoch:06d}/"
+    folder = segments_of(slot.epoch)
     try:
         found = [item for asked in _asked(folder, flushed) for item in store.list(*asked)]
     except CredentialsRefused:
         return None
-    return [item for item in found if _is_new(item.key, flushed)]
+    return [item for item in found if _extends(item.key, slot.epoch, flushed)]
+
+
+def unpublished(store: ObjectStore, ledger: Ledger, epoch: int, flushed: Mapping[str, int]) -> list[str]:
+    """Segments that a restore of a snapshot of `epoch`, whose ledger was read, looks at to adopt them."""
+    keys = [item.key for item in store.list(segments_of(epoch))]
+    return [key for key in keys if _extends(key, epoch, flushed) and not ledger.knows_segment(key)]
 
 
 def _flushed(slot: Slot) -> Mapping[str, int] | None:
@@ -52,6 +60,6 @@ def _asked(folder: str, flushed: Mapping[str, int]) -> list[tuple[str, str]]:
     return [*known, (folder, last)]
 
 
-def _is_new(key: str, flushed: Mapping[str, int]) -> bool:
+def _extends(key: str, epoch: int, flushed: Mapping[str, int]) -> bool:
     at = segment_position(key)
-    return at is not None and not at.is_compacted and at.flush > flushed.get(at.writer, 0)
+    return at is not None and at.extends(epoch, flushed)
