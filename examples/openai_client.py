@@ -8,7 +8,9 @@ Does not know: how the server keeps what it generated (docs/openai-server.md).
 Invariants:
 1. The server sends the whole message on every connection; what was given to the caller already is compared with it and
    not given again. A difference is an error, never a silent seam.
-2. A stream that ends without its last chunk is a broken one.
+2. Logprobs are one for each token, and those that the caller has are counted off: computed again, they may differ in
+   their last digits.
+3. A stream that ends without its last chunk is a broken one.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ import openai
 HEADER = "X-Attempt-Id"
 BROKEN = (openai.APIConnectionError, openai.InternalServerError, httpx.TransportError)
 """What a request raises whose server went away, or is not there yet."""
+
+LOGPROBS = ("content", "refusal", "tokens", "token_logprobs", "top_logprobs", "text_offset")
+"""Of a chat, and of a text completion: lists with something for each token."""
 
 
 class Diverged(Exception):
@@ -53,6 +58,13 @@ class _Seen:
             raise Diverged(f"at {where}: the message was {known!r} and is told now as {piece[: len(known)]!r}")
         self._given[where] = given + piece[len(known) :]
         return piece[len(known) :]
+
+    def counted_off(self, where: tuple[object, ...], piece: list[Any]) -> list[Any]:
+        """As `fresh`, without comparing."""
+        n_given, start = self._given.get(where, 0), self._told.get(where, 0)
+        end = self._told[where] = start + len(piece)
+        self._given[where] = max(n_given, end)
+        return piece[max(0, n_given - start) :]
 
 
 def stream_whole(
@@ -101,6 +113,11 @@ def _has_news(chunk: Any, seen: _Seen, finished: set[int]) -> bool:
             if (piece := getattr(holder, name, None)) is not None:
                 setattr(holder, name, seen.fresh((choice.index, name), piece))
                 news |= bool(getattr(holder, name))
+        logprobs = getattr(choice, "logprobs", None)
+        for name in LOGPROBS:
+            if (values := getattr(logprobs, name, None)) is not None:
+                setattr(logprobs, name, seen.counted_off((choice.index, "logprobs", name), values))
+                news |= bool(getattr(logprobs, name))
         for call in getattr(delta, "tool_calls", None) or ():
             news |= _tool_call_has_news(choice.index, call, seen)
         if choice.finish_reason is not None:

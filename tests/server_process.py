@@ -28,7 +28,7 @@ from vllm_hooks.abilities import DRAWS_CLASS, SCHEDULER_CLASS, TRUE_SPLIT_CLASS
 
 ROOT = Path(__file__).parent.parent
 MODEL = "tiny"
-_START_S = 300.0
+_START_S = 600.0
 
 
 def arguments_of() -> list[str]:

@@ -69,6 +69,27 @@ def test_however_it_breaks_the_caller_has_every_character_once(data: Any, text: 
     assert [choice.finish_reason for one in given_out for choice in one.choices if choice.finish_reason] == ["stop"]
 
 
+@given(data=st.data(), n=st.integers(1, 12), noise=st.floats(0, 1e-6))
+def test_b5_each_token_has_its_logprob_once(data: Any, n: int, noise: float) -> None:
+    """B5: also of a piece that the caller has in part, of text that is held back, and with other last digits."""
+
+    def telling(upto: int, number: int) -> list[Any]:
+        cuts = sorted(data.draw(st.sets(st.integers(0, upto), max_size=4)) | {0, upto})
+        made = []
+        for start, end in itertools.pairwise(cuts):
+            one = chunk(content="x" * (end - start) if data.draw(st.booleans()) else "")
+            values = [(at, at / 8 + noise * number) for at in range(start, end)]
+            one.choices[0].logprobs = SimpleNamespace(content=values, refusal=None)
+            made.append(one)
+        return made
+
+    breaks = data.draw(st.lists(st.integers(0, n), max_size=4))
+    tellings = [telling(upto, number) for number, upto in enumerate(breaks)]
+    chunks = stream_whole(server(*tellings, [*telling(n, 9), chunk(finish="stop")]), "a")
+    told = [one.choices[0].logprobs.content for one in chunks if not one.choices[0].finish_reason]
+    assert [at for values in told for at, _ in values] == list(range(n))
+
+
 def test_a_tool_call_has_its_name_and_first_id_once() -> None:
     first = [chunk(tool_calls=tool("", "weather", "one")), chunk(tool_calls=tool('{"ci'))]
     again = [
