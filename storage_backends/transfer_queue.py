@@ -118,14 +118,15 @@ class QueueRows:
         self._ask("put", lambda: put(key, self._partition, {FIELD: row}, {"nbytes": len(data)}), len(data))
 
     def get(self, key: str) -> bytes | None:
-        def found() -> Any:
-            return self._queue.async_kv_batch_get(key, self._partition, FIELD)
+        async def found() -> bytes | None:
+            try:
+                rows = (await self._queue.async_kv_batch_get(key, self._partition, FIELD))[FIELD]
+            except ValueError:  # no such key, or one without its row: the two are not told apart but by wording
+                return None
+            return bytes(rows[0].numpy().tobytes()) if len(rows) == 1 else None
 
-        try:
-            rows = self._ask("get", found)[FIELD]
-        except ValueError:  # no such key, or one without its row: the two are not told apart but by wording
-            return None
-        return bytes(rows[0].numpy().tobytes()) if len(rows) == 1 else None
+        data: bytes | None = self._ask("get", found)
+        return data
 
     def keys(self) -> Sequence[str]:
         listed = self._ask("list", lambda: self._queue.async_kv_list(self._partition))
@@ -144,7 +145,7 @@ class QueueRows:
                 return await asyncio.wait_for(request(), timeout_s)
 
             return asyncio.run_coroutine_threadsafe(answer(), _loop()).result()
-        except (StoreUnavailable, ValueError):
+        except StoreUnavailable:
             raise
         except Exception as error:
             why = f"no answer within {timeout_s:.1f} s" if isinstance(error, TimeoutError) else _said(error)

@@ -14,8 +14,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.fake_engine import Prompt, reference_answers
-from tests.worker_worlds import Worker, World, until
+from recovery.config import CheckpointingConfig
+from tests.fake_engine import EOS, MUST, STOP, Prompt, logprob, next_token, reference_answers
+from tests.worker_worlds import Worker, World, request_of, until
+from vllm_hooks.session import RecoverySession
 
 T = TypeVar("T")
 _SOME = (Prompt(f"long-{k}", (7 + k, 3), 240) for k in range(1000))
@@ -86,6 +88,33 @@ async def kill_the_coordinator(world: World) -> None:
     await world.snapshot()
     assert all(entry.ended is not None and entry.attempt == 0 for entry in coordination.everything())
     assert sum(w.n_decoded for w in workers) == sum(map(len, reference_answers(LONG).values())), "nothing twice"
+
+
+async def one_process(config: CheckpointingConfig, prompt: Prompt) -> tuple[int, list[int]]:
+    """A session of its own process is killed in the middle of a call, and another goes on with it.
+
+    How many tokens the second one found, and the whole call.
+    """
+    session = RecoverySession.open(config, must=MUST, stop=STOP)
+    session.start()
+    call = await session.admit(request_of(prompt), STOP)
+    for _ in range(101):
+        tokens = list(call.transcript_ids)
+        session.captured(call, [next_token(prompt.ids, tokens)], [logprob(0, len(tokens))])
+        await asyncio.sleep(0)
+    await until(lambda: session.table.longest_pending() < 8 and not session.stager.busy, "flushed")
+    assert session.stager.counters.waited > 0 == session.stager.counters.flushes, "all of it waits, nothing is stored"
+    session.flushing.close()  # it is killed: what is in its memory goes nowhere any more
+    later = RecoverySession.open(config, must=MUST, stop=STOP)
+    later.start()
+    call = await later.admit(request_of(prompt), STOP)
+    found = len(call.transcript_ids)
+    while len(tokens := list(call.transcript_ids)) < prompt.max_tokens and tokens[-1:] != [EOS]:
+        later.captured(call, [next_token(prompt.ids, tokens)], [logprob(0, len(tokens))])
+    await later.terminal(call, "stop", None)
+    await later.stop()
+    await session.stop(last_snapshot=False)
+    return found, list(call.transcript_ids)
 
 
 async def one_after_another(world: World) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,6 +88,18 @@ def test_a_name_that_is_too_long_is_a_finding(said: Said, tmp_path: Path, field:
 def test_a_terminal_is_shown_no_control_characters(said: Said) -> None:
     code, text = said("--set", "\x1b[31m=1")
     assert code == 1 and "\x1b" not in text and "\\x1b[31m: unknown key" in text
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_queue_that_is_configured_has_to_be_installed(
+    said: Said, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    if not installed:
+        monkeypatch.setitem(sys.modules, "transfer_queue", None)
+    code, text = said(workers=2, block={"staging": "transfer_queue"})
+    assert code == (0 if installed else 1), text
+    expected = "TransferQueue 0." if installed else "needs transfer_queue, which is not installed -> pip install"
+    assert expected in text
 
 
 def test_a_store_that_is_a_file_or_a_dangling_link(said: Said, tmp_path: Path) -> None:

@@ -5,16 +5,25 @@ The staging's rows are in memory here; test_transfer_queue.py plays the same wit
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recovery.config import CheckpointingConfig, GymConfig
 from recovery.errors import StoreUnavailable
 from storage_backends.stagings import CheckedStaging, MemoryRows, Rows
 from storage_backends.testing.stagings import Fault, FaultyRows
-from tests.queued_lives import kill_a_worker, kill_the_coordinator, one_after_another, played
+from tests.queued_lives import (
+    LONG,
+    kill_a_worker,
+    kill_the_coordinator,
+    one_after_another,
+    one_process,
+    played,
+)
 
 
 @pytest.fixture
@@ -32,6 +41,7 @@ def test_w1_a_killed_workers_tokens_are_salvaged(
     staged_in(monkeypatch, rows)
     lost, twice = played(tmp_path, rng, kill_a_worker)
     assert lost.n_waiting > 0 and not lost.error
+    assert 100 - 2 * 8 < lost.n_tokens <= 102, "what it had decoded, but for less than a flush of each call"
     assert 0 <= twice < 2 * 8, "less than a flush of each of its two calls"
 
 
@@ -77,6 +87,16 @@ def test_what_waited_and_is_not_what_it_was_is_told(
     lost, twice = played(tmp_path, rng, kill_a_worker, overwritten)
     assert lost.n_waiting == 0 and "has crc32c" in lost.error
     assert twice >= 100
+
+
+def test_w1_a_session_in_one_process_goes_on_from_what_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: MemoryRows
+) -> None:
+    staged_in(monkeypatch, rows)
+    gym = GymConfig(generation_chunk_flush_tokens=8)
+    config = CheckpointingConfig(enabled=True, store=str(tmp_path / "store"), gym=gym, snapshot_interval_s=3600)
+    found, tokens = asyncio.run(one_process(config, LONG[0]))
+    assert 101 - 8 < found <= 101 and tuple(tokens) == LONG[0].reference()
 
 
 def test_a_run_whose_queue_does_not_answer_does_not_begin(

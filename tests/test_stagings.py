@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from typing import Any
 
 import pytest
 
 from recovery.config import parse_config
-from recovery.errors import ConfigError
+from recovery.errors import ConfigError, StoreUnavailable
 from storage_backends.stagings import MemoryRows
 from storage_backends.testing.stagings import StagingConformance
 from storage_backends.transfer_queue import QueueRows
@@ -25,6 +27,32 @@ def test_a_queue_that_is_not_installed_is_an_error_that_says_what_to_type(monkey
     with pytest.raises(ConfigError, match="needs transfer_queue, which is not installed") as caught:
         QueueRows("p")
     assert "pip install 'prefix-recovery[transfer-queue]'" in caught.value.hint
+
+
+class Package:
+    """Answers that the real one cannot be made to give at will; what it does give is tested with a real one."""
+
+    async def async_kv_batch_get(self, *asked: str) -> Any:
+        raise ValueError("keys or partition were not found!")
+
+    async def async_kv_clear(self, *asked: Any) -> None:
+        raise ValueError("something else")
+
+    async def async_kv_list(self, partition: str) -> Any:
+        await asyncio.Event().wait()
+
+
+def test_an_answer_that_never_comes_and_one_that_nobody_expects_are_the_same_to_who_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("storage_backends.transfer_queue.package", Package)
+    monkeypatch.setattr(QueueRows, "_attach", lambda self: None)
+    rows = QueueRows("p", answer_s=0.05)
+    assert rows.get("k") is None
+    with pytest.raises(StoreUnavailable, match="list: no answer within"):
+        rows.keys()
+    with pytest.raises(StoreUnavailable, match="clear: ValueError: something else"):
+        rows.clear(["k"])
 
 
 JOB = {"model": "m", "prompts": "p.jsonl", "output": "o.jsonl"}

@@ -202,8 +202,9 @@ def test_a_queue_whose_unit_and_then_its_controller_die_costs_no_token(queue: An
         a_ray.kill(a_ray.get_actor(UNIT))
         flush(one, 1)
         assert isinstance(one.counters.staging_error, StoreUnavailable)
-        impatient = QueueRows(partition, answer_s=2.0)
+        impatient = QueueRows(partition, answer_s=60.0)
         assert impatient.keys(), "its keys are still listed"
+        impatient._answer_s = 2.0
         found = salvage(CheckedStaging(impatient), open_store("memory://nothing-of-it"), "seg/")
         assert found.segments == 0 and (found.error is not None or found.unreadable), "and their rows are lost"
 
@@ -212,7 +213,7 @@ def test_a_queue_whose_unit_and_then_its_controller_die_costs_no_token(queue: An
             impatient.keys()
         one.published()
         flush(one, 2)
-        assert one.counters.staging_failures == 2
+        assert one.counters.staging_failures == 2, "what is no longer wanted could not be dropped: it is left alone"
         with pytest.raises(StoreUnavailable, match="has no TransferQueue"):
             QueueRows(partition).keys()
     finally:

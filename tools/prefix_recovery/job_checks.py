@@ -35,6 +35,7 @@ from recovery.snapshots import FORMAT_KEY, check_root
 from snapshot_inspect.texts import count_text
 from storage_backends import open_store
 from storage_backends.posix import translate
+from storage_backends.transfer_queue import package
 
 CLAIMS_SHOWN = 4
 LINES_SHOWN = 8
@@ -52,7 +53,7 @@ class Finding:
 
 
 def check_job(config: JobConfig) -> Iterator[Finding]:
-    for check in (_model, _prompts, _engine, _output, _store):
+    for check in (_model, _prompts, _engine, _output, _store, _queue):
         yield from _guarded(check, config)
 
 
@@ -64,6 +65,11 @@ def _guarded(check: Callable[[JobConfig], Iterator[Finding]], config: JobConfig)
     except OSError as error:
         said = translate(error, "look at", str(error.filename or "a file of the job"))
         yield Finding("fail", said.message, said.hint)
+
+
+def _queue(config: JobConfig) -> Iterator[Finding]:
+    if config.rollout_checkpointing.staging == "transfer_queue":
+        yield Finding("ok", f"TransferQueue {package().__version__} is here for flushes to wait in")
 
 
 def _model(config: JobConfig) -> Iterator[Finding]:

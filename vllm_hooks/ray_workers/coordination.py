@@ -241,7 +241,7 @@ class Coordination:
         entries = [entry for call_id in calls if (entry := self._entry(call_id)) is not None and entry.state == OPEN]
         known = {entry.call_id: entry.n_tokens for entry in entries}
         n_tokens = sum(max(known.get(call_id, 0), up_to.get(call_id, 0)) for call_id in calls)
-        why = "; ".join(f"{key}: {error.message}" for key, error in waited.troubles()[:3])
+        why = "; ".join(error.message for _, error in waited.troubles()[:3])
         return Lost(len(calls), n_tokens, time.monotonic() - began, waited.segments, why)
 
     def _found_gone(self, worker: WorkerId) -> None:
