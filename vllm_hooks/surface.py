@@ -22,7 +22,7 @@ import numpy as np
 
 from recovery.model import Int32Array, PolicyVersion
 from recovery.resume import Resume, StopRules
-from recovery.resume_table import PREFIX_SAFE
+from recovery.resume_table import PREFIX_SAFE, UNCAPTURED
 from vllm_hooks.abilities import abilities_of
 from vllm_hooks.marks import mark
 
@@ -85,7 +85,7 @@ def sampling_params(fields: Mapping[str, Any]) -> Any:
 def stop_rules(engine: Any) -> StopRules:
     """What ends a call in this engine besides the request's own fields."""
     config = engine.vllm_config.model_config
-    primary = getattr(_tokenizer_of(engine), "eos_token_id", None)
+    primary = getattr(tokenizer_of(engine), "eos_token_id", None)
     listed = (config.try_get_generation_config() or {}).get("eos_token_id")
     others = [listed] if isinstance(listed, int) else list(listed or ())
     ids = ([primary] if primary is not None else []) + [other for other in others if other != primary]
@@ -100,14 +100,11 @@ def stop_rules(engine: Any) -> StopRules:
     return StopRules(tuple(ids), int(config.max_model_len), abilities, blocked, thinking_end)
 
 
-def _tokenizer_of(engine: Any) -> Any | None:
+def tokenizer_of(engine: Any) -> Any | None:
     """The engine's tokenizer, None with skip_tokenizer_init."""
     if engine.vllm_config.model_config.skip_tokenizer_init:
         return None
     return engine.get_tokenizer()
-
-
-tokenizer_of = _tokenizer_of
 
 
 async def prompt_token_ids(
@@ -124,7 +121,7 @@ async def prompt_token_ids(
     if not isinstance(prompt, str | Mapping | list | tuple):
         return None, prompt, type(prompt).__name__
     if isinstance(prompt, Mapping):
-        for kind in ("multi_modal_data", "mm_kwargs", "prompt_embeds", "encoder_prompt", "mm_processor_kwargs"):
+        for kind in UNCAPTURED:
             if prompt.get(kind):
                 return None, prompt, kind
     has_ids = isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None

@@ -18,6 +18,7 @@ from functools import partial
 
 from recovery import pins
 from recovery.errors import Damaged, FormatNotUnderstood, NothingPublished, RecoveryError
+from recovery.layout import LEDGERS
 from recovery.model import ENDED, OPEN
 from recovery.snapshots import Snapshot
 from snapshot_inspect import call_documents, calls, documents, rescore, views
@@ -53,7 +54,7 @@ def list_(args: Namespace, now: float) -> Answer:
         return _list_stores(below, now)
     place = open_place(args.store)
     at = position(place.store)
-    ledger_keys = {item.key for item in place.store.list("ledger/")}
+    ledger_keys = {item.key for item in place.store.list(LEDGERS)}
     found: list[Snapshot | Unreadable] = [] if at.blocked is None else [at.blocked]
     n = 0
     forgotten: set[int] = set()
