@@ -22,10 +22,15 @@ import numpy as np
 
 from recovery.errors import DigestMismatch
 from recovery.ledger import Entry, Ledger
-from recovery.ledger_columns import PackedChunks, unpacked
+from recovery.ledger_columns import PACKED, PackedChunks, unpacked
 from recovery.model import Array, CallId, Request
 from recovery.records import CHUNK, OPENED, SIXTEEN, Records, no_columns
 from recovery.transcripts import PLACE, Held, Placed, Transcript, as_rows
+
+_KNOWN = -1
+"""In the place of the number of a segment: what lies there need not be read."""
+
+_WHOLE = np.dtype(f"V{PACKED.itemsize}")
 
 
 class Transcripts(Mapping[CallId, Transcript]):
@@ -35,6 +40,8 @@ class Transcripts(Mapping[CallId, Transcript]):
         self,
         entries: Sequence[Entry],
         requests: Sequence[Request],
+        request_digests: Array,
+        chunks: PackedChunks,
         bounds: Array,
         placed: Placed,
         last_token_ids: Array,
@@ -42,6 +49,8 @@ class Transcripts(Mapping[CallId, Transcript]):
         self._entries = entries
         self._requests = requests
         self._numbers = {entry.call_id: number for number, entry in enumerate(entries)}
+        self._request_digests = request_digests
+        self._chunks = chunks
         self._bounds = bounds
         self._placed = placed
         self._last_token_ids = last_token_ids
@@ -50,6 +59,18 @@ class Transcripts(Mapping[CallId, Transcript]):
     def none(cls) -> Transcripts:
         """Those of no call."""
         return Gathering(Ledger(), [], columns=False).transcripts()
+
+    def lend(self, other: Gathering) -> None:
+        """Give `other` what these calls have in common with its own, each chunk and request that is the same."""
+        theirs, mine = other.numbers_of(self._numbers)
+        same = self._request_digests[mine] == other.request_digests[theirs]
+        other.take_requests(theirs[same], [self._requests[number] for number in mine[same].tolist()])
+        counts = np.minimum(np.diff(self._bounds)[mine], np.diff(other.bounds)[theirs])
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        here = np.repeat(self._bounds[mine], counts) + within
+        there = np.repeat(other.bounds[theirs], counts) + within
+        same = self._chunks.view(_WHOLE)[here] == other.chunks.view(_WHOLE)[there]
+        other.take_placed(there[same], here[same], self._placed, self._last_token_ids)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -77,36 +98,72 @@ class Transcripts(Mapping[CallId, Transcript]):
 
 
 class Gathering:
-    """Fed with the records of every segment that `segments` names, it gives the transcripts of `entries`."""
+    """Fed with the records of every segment that `segments` names, it gives the transcripts of `entries`.
 
-    def __init__(self, ledger: Ledger, entries: Sequence[Entry], *, columns: bool) -> None:
+    `known`: transcripts of the same ledger as it was before, of which nothing is read again that did not change.
+    """
+
+    def __init__(
+        self, ledger: Ledger, entries: Sequence[Entry], *, columns: bool, known: Transcripts | None = None
+    ) -> None:
         names = ledger.names
         self._names = names
         self._entries = entries
-        self._chunks: PackedChunks = unpacked(b"".join([entry.chunks.packed for entry in entries]))
+        self.chunks: PackedChunks = unpacked(b"".join([entry.chunks.packed for entry in entries]))
         counts = np.array([len(entry.chunks) for entry in entries], np.int64)
-        self._bounds = np.concatenate([[0], np.cumsum(counts)])
+        self.bounds = np.concatenate([[0], np.cumsum(counts)])
         self._owner = np.repeat(np.arange(len(entries)), counts)
         self._call_ids = np.frombuffer(b"".join([entry.call_id for entry in entries]), SIXTEEN)
-        self._request_digests = np.frombuffer(b"".join([entry.identity.request_digest for entry in entries]), SIXTEEN)
+        self.request_digests = np.frombuffer(b"".join([entry.identity.request_digest for entry in entries]), SIXTEEN)
         self._opened_at = np.array([entry.identity.opened.index for entry in entries], np.int64)
         self._opened_in = np.array([names.number(entry.identity.opened.segment) for entry in entries], np.int64)
-        self._by_segment = np.argsort(self._chunks["segment"], kind="stable")
-        self._numbers = self._chunks["segment"][self._by_segment]
+        self._by_segment = np.argsort(self.chunks["segment"], kind="stable")
+        self._numbers = self.chunks["segment"][self._by_segment]
         self._requests: list[Request | None] = [None] * len(entries)
         self._wants_columns = columns
-        self._places = np.zeros(len(self._chunks), PLACE)
+        self._places = np.zeros(len(self.chunks), PLACE)
         for name in ("start", "n_tokens", "version"):
-            self._places[name] = self._chunks[name]
-        self._last_token_ids = np.zeros(len(self._chunks), np.int64)
+            self._places[name] = self.chunks[name]
+        self._last_token_ids = np.zeros(len(self.chunks), np.int64)
         self._held: list[Held] = []
         self._wide: dict[int, Mapping[str, Array]] = {}
+        if known:
+            known.lend(self)
 
     @property
     def segments(self) -> list[str]:
         """Keys of what has to be read, in the order of their numbers."""
         numbers = np.union1d(self._opened_in, self._numbers).tolist()
-        return [self._names.keys[number] for number in numbers]
+        return [self._names.keys[number] for number in numbers if number != _KNOWN]
+
+    # ---- what is known already ---------------------------------------------------------------------------------
+
+    def numbers_of(self, others: Mapping[CallId, int]) -> tuple[Array, Array]:
+        """The numbers of the calls that are in both, here and there."""
+        both = [(at, others[e.call_id]) for at, e in enumerate(self._entries) if e.call_id in others]
+        here, there = np.array(both, np.int64).reshape(-1, 2).T
+        return here, there
+
+    def take_requests(self, owners: Array, requests: Sequence[Request]) -> None:
+        for owner, request in zip(owners.tolist(), requests, strict=True):
+            self._requests[owner] = request
+        self._opened_in[owners] = _KNOWN
+
+    def take_placed(self, mine: Array, theirs: Array, placed: Placed, last_token_ids: Array) -> None:
+        """Chunks that lie as `placed` says, where they have the numbers `theirs`."""
+        assert not self._held and placed.versions is self._names.versions, "numbers are those of one ledger"
+        as_rows(self._places)[mine] = placed.places[theirs]
+        self._last_token_ids[mine] = last_token_ids[theirs]
+        self._held += placed.held
+        if placed.wide and self._wants_columns:
+            pairs = zip(mine.tolist(), theirs.tolist(), strict=True)
+            self._wide.update((here, placed.wide[there]) for here, there in pairs if there in placed.wide)
+        unknown = np.ones(len(self.chunks), np.bool_)
+        unknown[mine] = False
+        self._by_segment = self._by_segment[unknown[self._by_segment]]
+        self._numbers = self.chunks["segment"][self._by_segment]
+
+    # ---- what is read ------------------------------------------------------------------------------------------
 
     def _in(self, key: str) -> tuple[Array, Array]:
         """Which calls have their request in this segment, and which chunks lie there."""
@@ -117,12 +174,12 @@ class Gathering:
     def wanted(self, key: str) -> Array:
         """The numbers of the records of this segment that will be taken."""
         owners, chunks = self._in(key)
-        return np.concatenate([self._opened_at[owners], self._chunks["index"][chunks].astype(np.int64)])
+        return np.concatenate([self._opened_at[owners], self.chunks["index"][chunks].astype(np.int64)])
 
     def take(self, key: str, parts: Sequence[Records]) -> None:
         """Take what `entries` have in this segment, all of it. Raises DigestMismatch, naming call and tokens."""
         owners, chunks = self._in(key)
-        requests_at, chunks_at = self._opened_at[owners], self._chunks["index"][chunks].astype(np.int64)
+        requests_at, chunks_at = self._opened_at[owners], self.chunks["index"][chunks].astype(np.int64)
         within = _Within(key, first=0, n_records=sum(map(len, parts)))
         within.check(requests_at, requests_at < within.n_records, lambda at: self._request_of(int(owners[at])))
         within.check(chunks_at, chunks_at < within.n_records, lambda at: self._tokens(int(chunks[at])))
@@ -133,7 +190,7 @@ class Gathering:
 
     def _take(self, within: _Within, records: Records, owners: Array, chunks: Array) -> None:
         requests_at = self._opened_at[owners] - within.first
-        chunks_at = self._chunks["index"][chunks].astype(np.int64) - within.first
+        chunks_at = self.chunks["index"][chunks].astype(np.int64) - within.first
         self._check_requests(within, records, owners, requests_at)
         self._check_chunks(within, records, chunks, chunks_at)
         wanted = records.n_tokens[np.append(requests_at, chunks_at)].sum()
@@ -145,7 +202,7 @@ class Gathering:
         right = (
             (records.kinds[index] == OPENED)
             & (records.call_ids[index] == self._call_ids[owners])
-            & (records.digests[index] == self._request_digests[owners])
+            & (records.digests[index] == self.request_digests[owners])
         )
         within.check(index, right, lambda at: self._request_of(int(owners[at])))
 
@@ -154,7 +211,7 @@ class Gathering:
         return f"the request of call {entry.call_id.hex()} ({entry.identity.rollout})"
 
     def _check_chunks(self, within: _Within, records: Records, mine: Array, index: Array) -> None:
-        chunks, owners = self._chunks[mine], self._owner[mine]
+        chunks, owners = self.chunks[mine], self._owner[mine]
         numbers = np.array([*map(self._names.known_version, records.versions), -1], np.int64)
         right = (
             (records.kinds[index] == CHUNK)
@@ -167,7 +224,7 @@ class Gathering:
         within.check(index, right, lambda at: self._tokens(int(mine[at])))
 
     def _tokens(self, chunk: int) -> str:
-        entry, row = self._entries[self._owner[chunk]], self._chunks[chunk]
+        entry, row = self._entries[self._owner[chunk]], self.chunks[chunk]
         start = int(row["start"])
         return (
             f"tokens {start} to {start + int(row['n_tokens'])} of call {entry.call_id.hex()} ({entry.identity.rollout})"
@@ -206,7 +263,9 @@ class Gathering:
         return Transcripts(
             self._entries,
             requests,
-            self._bounds,
+            self.request_digests,
+            self.chunks,
+            self.bounds,
             Placed(as_rows(self._places), self._held, self._names.versions, self._wide),
             self._last_token_ids,
         )

@@ -32,19 +32,33 @@ def read_segment(store: ObjectStore, codec: SegmentCodec, info: SegmentInfo) -> 
 
 
 def read_transcripts(
-    store: ObjectStore, codec: SegmentCodec, ledger: Ledger, entries: Iterable[Entry], *, columns: bool = True
+    store: ObjectStore,
+    codec: SegmentCodec,
+    ledger: Ledger,
+    entries: Iterable[Entry],
+    *,
+    columns: bool = True,
+    known: Transcripts | None = None,
 ) -> Transcripts:
     """Requests and tokens of `entries`. Raises Damaged (or kin) at the first thing that does not check.
 
-    `columns`: whether wide columns are wanted; they may be many times the size of the rest.
+    `columns`: whether wide columns are wanted; they may be many times the size of the rest. `known`: what was read of
+    the same ledger before it grew, which is not read again.
     """
     with ReadAhead(store, codec) as ahead:
-        return gathered(ahead, ledger, entries, columns=columns)
+        return gathered(ahead, ledger, entries, columns=columns, known=known)
 
 
-def gathered(ahead: ReadAhead, ledger: Ledger, entries: Iterable[Entry], *, columns: bool = True) -> Transcripts:
+def gathered(
+    ahead: ReadAhead,
+    ledger: Ledger,
+    entries: Iterable[Entry],
+    *,
+    columns: bool = True,
+    known: Transcripts | None = None,
+) -> Transcripts:
     """The same, of segments some of which may have been expected."""
-    gathering = Gathering(ledger, list(entries), columns=columns)
+    gathering = Gathering(ledger, list(entries), columns=columns, known=known)
     for info, segment in ahead.segments(map(ledger.segment, gathering.segments)):
         gathering.take(info.key, list(segment.records(gathering.wanted(info.key))))
     return gathering.transcripts()

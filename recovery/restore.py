@@ -263,7 +263,8 @@ def restore(
         transcripts = chosen.transcripts
         with without_collections():
             if adoption.segments:
-                transcripts = read_transcripts(store, segments, ledger, (e for e in ledger if e.state == OPEN))
+                open_calls = (entry for entry in ledger if entry.state == OPEN)
+                transcripts = read_transcripts(store, segments, ledger, open_calls, known=transcripts)
             restored.calls = planned(transcripts, stop)
             for call in restored.calls:
                 carry_out(ledger, call, snapshot_id, exactness)

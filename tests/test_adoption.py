@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from recovery.log_reading import read_slot
 from recovery.ports import Listed
 from recovery.protocol import Verdict
 from storage_backends.memory import MemoryStore
+from storage_backends.testing.faults import CountingStore
 from tests.fake_engine import Life, content_of, reference_answers
 from tests.lives import DAMAGES, damage_flip, damage_missing, ids, objects_of, tokens, worked
 
@@ -104,6 +106,19 @@ def test_a_life_with_another_fingerprint_leaves_nothing_to_the_job_before_it() -
     assert passed.what == f"snapshot {other.restored.published}" and "model" in passed.reason
     # What was flushed before `never` was garbage from then on; what was flushed after it is another job's.
     assert again.restored.adopted_segments == 0 and content_of(again.publication.ledger) == again.chosen_content
+    assert again.run_to_end() == reference_answers()
+
+
+def test_what_was_read_before_the_adoption_is_not_read_after_it() -> None:
+    """Each segment once to check the snapshot; those that are adopted once to look at them, and once more."""
+    store = MemoryStore()
+    life = worked(store)
+    adoptable = [item.key for item in store.list("seg/") if item.key not in objects_of(store, ids(life)[-1])]
+    counting = CountingStore(store)
+    again = Life(counting, 2)
+    assert again.restored.adopted_segments == len(adoptable) > 0
+    times = Counter(call.key for call in counting.log if call.verb == "get" and call.key.startswith("seg/"))
+    assert {key: n for key, n in times.items() if n > 1} == dict.fromkeys(adoptable, 2) and len(times) > len(adoptable)
     assert again.run_to_end() == reference_answers()
 
 

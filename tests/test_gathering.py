@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -32,6 +33,9 @@ def divided(records: Records, chance: random.Random) -> list[Records]:
     """The same in parts, as a codec may hand them out."""
     cuts = sorted(chance.choices(range(len(records) + 1), k=2))
     return [Records.of(records[first:last]) for first, last in pairwise([0, *cuts, len(records)])]
+
+
+ROLLOUTS = [f"c{i}" for i in range(7)]
 
 
 @pytest.mark.parametrize("share", (0.9, 0.2))
@@ -70,6 +74,66 @@ def test_gathered_is_what_was_stored(seed: int, share: float) -> None:
         (entry, entry.identity.rollout, len(tokens), tokens[-1][0] if tokens else None)
         for entry in entries
         for tokens in [told(calls[entry.identity.rollout])]
+    ]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_known_is_not_read_again_and_the_rest_is(seed: int) -> None:
+    """A ledger is read, grows, calls begin again or end or are new, chunks move to another segment; it is read on."""
+    chance = random.Random(seed)
+    ledger, segments = Ledger(), {}
+    calls: dict[str, list[Chunk]] = {}
+    attempts: dict[str, int] = {}
+
+    def flush(number: int) -> None:
+        records: list[Record] = []
+        for rollout in chance.sample(ROLLOUTS, chance.randrange(1, len(ROLLOUTS))):
+            if rollout not in calls or chance.random() < 0.2:
+                attempts[rollout] = attempts.get(rollout, -1) + 1
+                calls[rollout] = []
+                records.append(replace(opened(rollout), attempt=attempts[rollout]))
+            own = calls[rollout]
+            made = random_chunks(chance, rollout, own[-1].stop if own else 0, chance.randrange(4))
+            made = [replace(one, attempt=attempts[rollout]) for one in made]
+            own += made
+            records += made
+        key, columns = stored(ledger, records, number)
+        segments[key] = columns
+
+    def gathered(share: float, known: Transcripts | None = None) -> tuple[list[str], Transcripts]:
+        gathering = Gathering(
+            ledger, [e for e in ledger if chance.random() < share], columns=bool(seed % 3), known=known
+        )
+        asked = gathering.segments
+        for key in chance.sample(asked, len(asked)):
+            gathering.take(key, divided(segments[key], chance))
+        return asked, gathering.transcripts()
+
+    for number in range(1, chance.randrange(2, 6)):
+        flush(number)
+    before, known = gathered(chance.choice([1.0, 0.5]))
+    new = range(10, 10 + chance.randrange(3))
+    for number in new:
+        flush(number)
+    asked, found = gathered(1.0, known)
+    if len(known) == len(ledger) and not new:
+        assert not asked and before
+    if known and len(known) == len(found):
+        of_new = {key for key in segments if int(key.split("/")[3][:8]) >= 10}
+        assert set(asked) <= of_new, "nothing that was read before"
+    for entry in ledger:
+        transcript, chunks = found[entry.call_id], calls[entry.identity.rollout]
+        expected = told(chunks)
+        if not seed % 3:
+            expected = [[*token[:-1], {}] for token in expected]
+        assert found_in(transcript) == expected
+        assert transcript.request.rollout == entry.identity.rollout
+    lasts = [(calls[e.identity.rollout] or [None])[-1] for e in ledger]
+    ends = [(0, None) if last is None else (last.stop, int(last.token_ids[-1])) for last in lasts]
+    assert [(n, token) for _, _, n, token in found.ends()] == ends
+    again, same = gathered(1.0, found)
+    assert not again and [call.token_ids.tolist() for call in same.values()] == [
+        call.token_ids.tolist() for call in found.values()
     ]
 
 
