@@ -2,11 +2,12 @@
 
 Two take part: a tool, and one in two shards, whose owners are actors too; a shard changes hands. A coordinator is
 stalled (SIGSTOP) and replaced while the participants live on; it is woken, publishes nothing and ends. Then another run
-takes the store while the coordinator is stalled, and that one, woken, is fenced by the log: nobody has ended it. A
-process of its own, since a Ray cannot be started everywhere in a test process.
+takes the store while the coordinator is stalled, and that one, woken, is fenced by the log: nobody has ended it.
+Workers come and go before they are up. A process of its own, since a Ray cannot be started everywhere in a test
+process.
 
 Owns: the play; it ends with an error if anything is otherwise.
-Does not know: pytest, workers.
+Does not know: pytest, engines.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,13 +30,16 @@ import ray
 from prefix_recovery.processes import Identity, descendants
 from recovery.blobs import unpacked
 from recovery.config import CheckpointingConfig, RayConfig
-from recovery.errors import Fenced, InputError
-from recovery.log_reading import Read, find_tail, walk_back
+from recovery.errors import ConfigError, Fenced, InputError
+from recovery.log_reading import find_tail
 from recovery.sharded import Sharded
 from storage_backends import open_store
 from tests.carried_stores import newest
 from tests.fake_engine import MUST, STOP
+from tests.job_processes import name_of
+from tests.ray_jobs import WORKER, assert_fenced
 from vllm_hooks.ray_workers.answers import RemoteParticipant
+from vllm_hooks.ray_workers.cluster import Workers
 from vllm_hooks.ray_workers.link import CoordinatorLink
 from vllm_hooks.ray_workers.ray_here import connected
 
@@ -170,11 +175,55 @@ class Play:
             return True
         return False
 
-    def every_snapshot_is_of_the_newest_epoch(self) -> None:
-        """In the order of the log, no epoch is below an earlier one."""
-        slots = [read.slot for read in walk_back(self.store, find_tail(self.store)) if isinstance(read, Read)]
-        epochs = [slot.epoch for slot in reversed(slots)]
-        assert epochs == sorted(epochs) and epochs[-1] == 3, epochs
+    async def workers_come_and_go(self, link: CoordinatorLink) -> None:
+        """Before they are up: none is left behind."""
+        workers = self.workers(2, sleeping)
+        workers.start(link)
+        await refused(workers.leave("w9"), "no worker 'w9'")
+        await refused(workers.scale(0), "0 workers")
+        await workers.scale(3)
+        assert workers.names == ["w0", "w1", "w2"]
+        await workers.leave("w0")
+        await workers.scale(1)
+        assert workers.names == ["w1"], "the newest leave first"
+        await refused(workers.leave("w1"), "last one")
+        assert workers.add() == "w3"
+        await until(lambda: _is(n_workers() == 2), "those that left have no process any more")
+        await workers.close()
+        await until(lambda: _is(n_workers() == 0), "nor has any of them")
+        broken = self.workers(1, no_engine)
+        broken.start(link)
+        try:
+            await broken.failed
+        except ConfigError as error:
+            assert "there is no engine" in error.message
+        await broken.close()
+
+    def workers(self, n: int, start: Callable[[], Any]) -> Workers:
+        return Workers(n, RayConfig(), (start, self.config, {}, False), self.said.append, lambda name, n_tokens: None)
+
+
+def sleeping() -> Any:
+    """An engine that takes for ever to start."""
+    while True:
+        time.sleep(1.0)
+
+
+def no_engine() -> Any:
+    raise OSError("there is no engine")
+
+
+def n_workers() -> int:
+    return sum(name_of(one.pid).startswith(WORKER) for one in descendants(os.getpid()))
+
+
+async def refused(what: Awaitable[None], why: str) -> None:
+    try:
+        await what
+    except InputError as error:
+        assert why in error.message, error
+    else:
+        raise AssertionError(why)
 
 
 async def stalled(link: CoordinatorLink) -> Identity:
@@ -194,9 +243,10 @@ async def play(store: Path) -> None:
     notes = ray.remote(Notes).options(num_cpus=0).remote()
     link = world.link("this run", SILENT_S)
     await world.one_is_replaced(link, notes)
+    await world.workers_come_and_go(link)
     await world.one_is_fenced(link, notes)
-    world.every_snapshot_is_of_the_newest_epoch()
-    assert [line.split(":")[0] for line in world.said] == [
+    assert_fenced(world.store)
+    assert [line.split(":")[0] for line in world.said if "coordinator" in line] == [
         "the coordinator is replaced",
         "the coordinator was started again and goes on at epoch 2",
     ], world.said

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from prefix_recovery.processes import Identity, descendants
+from recovery.log_reading import Read, find_tail, walk_back
+from recovery.ports import ObjectStore
 from tests.job_processes import JobProcess, name_of
 
 WAIT_S = 500.0
@@ -62,6 +64,13 @@ def kill(one: Identity) -> None:
     while one.alive():
         assert time.monotonic() < deadline, f"{one} outlives SIGKILL"
         time.sleep(0.01)
+
+
+def assert_fenced(store: ObjectStore) -> None:
+    """In the order of the log no epoch is below an earlier one: who was replaced has published nothing since."""
+    slots = [read.slot for read in walk_back(store, find_tail(store)) if isinstance(read, Read)]
+    epochs = [slot.epoch for slot in reversed(slots)]
+    assert epochs == sorted(epochs), epochs
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from prefix_recovery.cli import main
-from recovery.log_reading import Read, find_tail, walk_back
 from storage_backends import open_store
 from tests.conftest import OnLoop
 from tests.job_files import assert_whole, lines, rows_of, write_job
@@ -25,6 +24,7 @@ from tests.job_here import reference_rows
 from tests.job_processes import run, running
 from tests.ray_jobs import (
     COORDINATOR,
+    assert_fenced,
     called,
     decoded_more,
     engines,
@@ -96,16 +96,8 @@ def test_w1_c7_engine_actor_coordinator_and_everything_are_killed_and_no_token_d
     done = rows_of(config.parent)
     assert_whole(done, on_loop(_reference(engine, rows)))
     assert sum(len(row["resumes"]) for row in done) >= CALLS // 2, log
-    assert_fenced(config.parent / "store")
+    assert_fenced(open_store(str(config.parent / "store")))
     print(log)
-
-
-def assert_fenced(store: Path) -> None:
-    """In the order of the log no epoch is below an earlier one: who was replaced has published nothing since."""
-    opened = open_store(str(store))
-    slots = [read.slot for read in walk_back(opened, find_tail(opened)) if isinstance(read, Read)]
-    epochs = [slot.epoch for slot in reversed(slots)]
-    assert epochs == sorted(epochs), epochs
 
 
 @pytest.mark.timeout(900)
