@@ -45,20 +45,13 @@ def read_transcripts(
     `columns`: whether wide columns are wanted; they may be many times the size of the rest. `known`: what was read of
     the same ledger before it grew, which is not read again.
     """
-    with ReadAhead(store, codec) as ahead:
-        return gathered(ahead, ledger, entries, columns=columns, known=known)
-
-
-def gathered(
-    ahead: ReadAhead,
-    ledger: Ledger,
-    entries: Iterable[Entry],
-    *,
-    columns: bool = True,
-    known: Transcripts | None = None,
-) -> Transcripts:
-    """The same, of segments some of which may have been expected."""
     gathering = Gathering(ledger, list(entries), columns=columns, known=known)
+    with ReadAhead(store, codec) as ahead:
+        return gathered(ahead, ledger, gathering)
+
+
+def gathered(ahead: ReadAhead, ledger: Ledger, gathering: Gathering) -> Transcripts:
+    """What `gathering` gathers, from segments some of which may have been expected."""
     for info, segment in ahead.segments(map(ledger.segment, gathering.segments)):
         gathering.take(info.key, list(segment.records(gathering.wanted(info.key))))
     return gathering.transcripts()

@@ -36,7 +36,7 @@ from recovery.errors import (
     NothingPublished,
     RecoveryError,
 )
-from recovery.gathering import Transcripts
+from recovery.gathering import Gathering, Transcripts
 from recovery.ledger import Ledger
 from recovery.log import Slot, forgotten_by
 from recovery.log_reading import walk_back
@@ -216,7 +216,8 @@ def _verified(
     wrong = missing_segments(store, {key: ledger.segment(key) for key in ledger.segments_in_use()})
     if wrong:
         raise wrong[0]
-    return loaded, gathered(ahead, ledger, (e for e in ledger if e.state == OPEN))
+    gathering = Gathering(ledger, [entry for entry in ledger if entry.state == OPEN], columns=True)
+    return loaded, gathered(ahead, ledger, gathering)
 
 
 def restore(
