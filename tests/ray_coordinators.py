@@ -32,6 +32,7 @@ from recovery.blobs import unpacked
 from recovery.config import CheckpointingConfig, RayConfig
 from recovery.errors import ConfigError, Fenced, InputError
 from recovery.log_reading import find_tail
+from recovery.protocol import Verdict
 from recovery.sharded import Sharded
 from storage_backends import open_store
 from tests.carried_stores import newest
@@ -52,12 +53,14 @@ class Notes:
 
     def __init__(self) -> None:
         self.n = 0
+        self.takes_s = 0.0
         self.restored: list[tuple[bytes, bool]] = []
 
-    def write(self, n: int) -> None:
-        self.n = n
+    def write(self, n: int, takes_s: float = 0.0) -> None:
+        self.n, self.takes_s = n, takes_s
 
     def prepare(self, cut: int = 0) -> bytes:
+        time.sleep(self.takes_s)
         return str(self.n).encode()
 
     def commit(self, published: bool) -> None:
@@ -157,7 +160,7 @@ class Play:
     async def one_is_fenced(self, link: CoordinatorLink, notes: Any) -> None:
         """By another run, whose driver does not know of it."""
         old = await stalled(link)
-        other = self.link("another run", WAIT_S)
+        other = self.link("another run", SILENT_S)
         await other.ask("start")
         await other.join("notes", notes, 60.0)
         assert await notes.times_restored.remote() == [(b"2", False)]
@@ -166,7 +169,10 @@ class Play:
         os.kill(old.pid, signal.SIGCONT)
         await until(lambda: self._refused(link), "the woken one is fenced")
         assert find_tail(self.store) == tail, "it published something"
-        await self.snapshot(other)
+        await notes.write.remote(3, SILENT_S + 1.0)  # a last snapshot that takes long is no silence
+        last = await other.finish(True, None)
+        assert last is not None and last.verdict is Verdict.PUBLISHED and other.figures.epoch == 3
+        assert self.notes() == b"3"
 
     async def _refused(self, link: CoordinatorLink) -> bool:
         try:

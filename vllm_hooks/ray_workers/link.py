@@ -112,13 +112,13 @@ class CoordinatorLink:
 
     async def finish(self, last: bool, timeout_s: float | None) -> Attempt | None:
         """Stop taking snapshots, with a last one if wanted. Nobody watches any more."""
+        one_s = max(timeout_s or 0.0, self._arguments[0].snapshot_timeout_s)
+        due_s = self.silent_s + 2 * one_s  # one that is under way, and the last one
         while True:
             handle = self.handle
             try:
                 await self._look(handle)
-                finished: Attempt | None = await answer(
-                    handle.finish.remote(last, timeout_s), self.silent_s + (timeout_s or 0.0)
-                )
+                finished: Attempt | None = await answer(handle.finish.remote(last, timeout_s), due_s)
                 return finished
             except Gone:
                 await asyncio.sleep(LOOK_S)
