@@ -233,6 +233,11 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         ConfigError: with the dotted path, what was found, what is accepted, and the file and line.
     """
     source = os.fspath(path)
+    if "://" in source:
+        raise ConfigError(
+            f"{source} is an address, not a job's file",
+            hint="a store does not hold its job: bring config and prompts, and name the store in the config",
+        )
     tree, origins = forms.read_file(source)
     if tree is None:
         raise ConfigError(f"{source}: is empty", hint="a job needs at least model, prompts and output")

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from recovery.errors import (
     ConfigError,
@@ -79,7 +80,7 @@ def error_of(
             again = "write them anew where they come from: a running job goes on by itself, else run it again"
             return CredentialsRefused(f"{request}: {failure.answer}", hint=again if worked else hint)
         case Kind.REFUSED | Kind.EXPIRED:
-            return _refused(failure, request, said, who)
+            return _refused(failure, request, said, who, worked)
         case Kind.SKEWED:
             hint = "set this machine's clock (see `timedatectl`); nothing in a store depends on it"
             return StoreUnavailable(f"{said}: {_clock(failure.ahead_s)}", hint=hint)
@@ -90,9 +91,12 @@ def error_of(
         case Kind.FULL:
             return StoreFull(said, hint="make room in the bucket or raise its quota; what was published is intact")
         case Kind.CONFIG:
-            return ConfigError(f"{request}: {failure.answer}", hint=_CHECK)
+            plain = "WRONG_VERSION_NUMBER" in failure.answer
+            hint = "the server seems to speak plain HTTP: write its endpoint as http://host:port" if plain else _CHECK
+            return ConfigError(f"{request}: {failure.answer}", hint=hint)
         case Kind.UNREACHABLE:
-            hint = "check that the server runs, and AWS_ENDPOINT_URL"
+            own = "AWS itself was asked, since no endpoint is set: set AWS_ENDPOINT_URL if the bucket is elsewhere"
+            hint = own if _is_aws(endpoint) else "check that the server runs, and AWS_ENDPOINT_URL"
             return StoreUnavailable(f"{request}: cannot reach {endpoint}{often}: {failure.answer}", hint=hint)
         case Kind.LOST:
             return StoreUnavailable(f"{request}: no answer from {endpoint}{often}: {failure.answer}", hint=_WAIT)
@@ -102,15 +106,20 @@ def error_of(
             return StoreUnavailable(said, hint="see what the server's documentation says of this code")
 
 
-_CHECK = "check AWS_ENDPOINT_URL, AWS's own files, and docs/s3.md"
+def _is_aws(endpoint: str) -> bool:
+    return (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+_CHECK = "check AWS_ENDPOINT_URL (http://host:port or https://host), AWS's own files, and docs/s3.md"
 _WAIT = "wait for the server, or look at its state; the same call may be made again"
 _FIND_REGION = "set AWS_REGION to what `aws s3api get-bucket-location --bucket {}` says"
 
 
-def _refused(failure: Failure, request: Request, said: str, who: str) -> CredentialsRefused:
+def _refused(failure: Failure, request: Request, said: str, who: str, worked: bool) -> CredentialsRefused:
     action = _ACTIONS.get(request.operation, request.operation)
     if failure.kind is Kind.EXPIRED:
-        hint = "renew the credentials where they come from: a running job goes on by itself, else run it again"
+        renew = "renew the credentials where they come from: a running job goes on by itself, else run it again"
+        hint = renew if worked else "check key and secret as they are given, or renew them where they come from"
         return CredentialsRefused(f"{said}, for {who}: they are out of date or unknown", hint=hint)
     if request.operation in ("GetObject", "HeadObject") and failure.code in ("AccessDenied", "403"):
         hint = f"allow {action}, and s3:ListBucket on the bucket: without it S3 does not tell the two apart"

@@ -110,6 +110,8 @@ def understand(error: BaseException) -> Failure | None:
     match error:
         case boto.ClientError():
             return _answered(error)
+        case ValueError() if str(error).startswith("Invalid endpoint: "):  # botocore has no class for it
+            return Failure(kind=Kind.CONFIG, answer=_first_line(error), cause=error)
         case boto.SSLError() | boto.InvalidProxiesConfigError():
             return Failure(kind=Kind.CONFIG, answer=_first_line(error), cause=error)
         case boto.ConnectTimeoutError() | boto.ProxyConnectionError():

@@ -162,4 +162,6 @@ def _check_endpoint(url: str) -> None:
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment:
-        raise ConfigError(f"endpoint_url: {url!r:.200} is no server's address", hint="write https://host or host:port")
+        raise ConfigError(
+            f"endpoint_url: {url!r:.200} is no server's address", hint="write http://host:port or https://host"
+        )

@@ -62,7 +62,7 @@ def test_a_job_that_could_start(said: Said, tmp_path: Path) -> None:
 
 
 def test_set_and_flags_are_those_of_run(said: Said, tmp_path: Path) -> None:
-    assert said("--set", f"model={tmp_path}/nowhere")[1].count("is not a folder here") == 1
+    assert said("--set", f"model={tmp_path}/nowhere")[1].count("is no folder here") == 1
     code, text = said("--rollout-checkpointing-keep-latest-k", "0")
     assert code == 1 and "keep_latest_k: found 0" in text
 
@@ -216,7 +216,7 @@ def at(url: str, server: Server | FaultProxy, **options: Any) -> dict[str, Any]:
 
 def test_a_bucket_is_tried_as_a_run_tries_it_and_nothing_is_left(said: Said, moto: Server, url: str) -> None:
     code, text = said(**at(url, moto))
-    assert code == 0 and f"no store at {url} yet" in text
+    assert code == 0 and f"no store at {url} of {moto.url} yet" in text
     assert open_store(url, endpoint_url=moto.url).list("") == []
 
 

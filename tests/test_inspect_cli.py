@@ -210,10 +210,42 @@ def test_interrupting_is_safe(folder: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
 
 
+IMPORTING = """
+import sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+import runpy
+runpy.run_module(sys.argv[2], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", ["snapshot_inspect", "prefix_recovery"])
+def test_interrupting_the_imports_is_one_line(module: str) -> None:
+    argv = [sys.executable, "-c", IMPORTING, f"{module}.cli", module]
+    done = subprocess.run(argv, capture_output=True, env=environment(), timeout=240)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["lates", "x"], "did you mean latest?"),
+        (["ls", "x"], "did you mean list?"),
+        (["qqq"], "no verb 'qqq'. There are"),
+    ],
+)
+def test_a_mistyped_verb_names_the_nearest(words: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert wanted in capsys.readouterr().err
+
+
 def test_the_program_is_what_is_installed(folder: Path) -> None:
     done = subprocess.run(program("latest", str(folder), "--json"), capture_output=True, env=environment(), timeout=240)
     assert done.returncode == 0 and json.loads(done.stdout)["id"] == 5
-    assert 'snapshot-inspect = "snapshot_inspect.cli:main"' in (ROOT / "pyproject.toml").read_text()
+    assert 'snapshot-inspect = "snapshot_inspect.__main__:command"' in (ROOT / "pyproject.toml").read_text()
 
 
 LOADED = """

@@ -22,15 +22,16 @@ import yaml
 from prefix_recovery import prompts as prompts_module
 from prefix_recovery import saving
 from prefix_recovery.cli import main
+from prefix_recovery.doctor import run_doctor
 from prefix_recovery.interrupted import Comparison, compare
 from prefix_recovery.output_lock import OutputLock
 from prefix_recovery.processes import Identity, descendants, end_leftovers
 from prefix_recovery.progress import Progress
-from prefix_recovery.prompts import read_prompts
+from prefix_recovery.prompts import read_prompts, source_digest
 from prefix_recovery.results import Results, write_errors
 from prefix_recovery.rows import json_number, make_row
 from prefix_recovery.tally import read_tally
-from recovery.config import job_schema
+from recovery.config import job_schema, load_config
 from recovery.errors import ConfigError, InputError, Locked, StoreFull, StoreUnavailable
 from recovery.model import PolicyVersion, Request, Restarted, Resumed
 from recovery.restored import PassedOver, Restored
@@ -196,7 +197,7 @@ def test_rows_are_appended_once(tmp_path: Path, opened: Callable[[], Results]) -
     opened().append([row("a"), row("a", 1)])
     before = (tmp_path / "out.jsonl").read_bytes()
     results = opened()
-    assert results.done == {("a", 0), ("a", 1)}
+    assert set(results.done) == {("a", 0), ("a", 1)}
     results.append([row("b")])
     assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
     with pytest.raises(AssertionError, match="twice"):
@@ -215,7 +216,7 @@ def test_w16_a_torn_last_line_is_cut_at_every_byte(tmp_path: Path, opened: Calla
     for end in range(first + 1, len(whole) - 1):
         path.write_bytes(whole[:end])
         results = opened()
-        assert results.done == {("a", 0)}
+        assert set(results.done) == {("a", 0)}
         assert path.read_bytes() == whole[:first]
         results.append([row("b")])
         assert path.read_bytes() == whole
@@ -226,7 +227,7 @@ def test_zeros_of_a_power_failure_are_torn_too(tmp_path: Path, opened: Callable[
     path = tmp_path / "out.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole + b"\0" * 100)
-    assert opened().done == {("a", 0)}
+    assert set(opened().done) == {("a", 0)}
     assert path.read_bytes() == whole
 
 
@@ -237,7 +238,7 @@ def test_a_missing_newline_at_the_end_is_added(tmp_path: Path, opened: Callable[
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     results = opened()
-    assert results.done == {("a", 0)}
+    assert set(results.done) == {("a", 0)}
     results.append([row("b")])
     assert path.read_bytes().startswith(whole) and len(path.read_bytes().splitlines()) == 2
 
@@ -298,7 +299,7 @@ def test_f1_no_room_leaves_no_part_of_a_row(
         results.append([row("b"), row("c")])
     assert caught.value.exit_code == 20
     monkeypatch.undo()
-    assert path.read_bytes() == before and results.done == {("a", 0)}
+    assert path.read_bytes() == before and set(results.done) == {("a", 0)}
     results.append([row("b"), row("c")])
     assert [json.loads(line)["id"] for line in path.read_bytes().splitlines()] == ["a", "b", "c"]
 
@@ -511,6 +512,7 @@ def test_a_row_has_the_documented_fields() -> None:
     made = make_row(
         id="p-17",
         sample_index=2,
+        source="5f" * 16,
         request=request,
         token_ids=[5, 6, 7, 8],
         logprobs=[-0.5, math.nan, -math.inf, math.inf],
@@ -523,6 +525,7 @@ def test_a_row_has_the_documented_fields() -> None:
     assert json.loads(json.dumps(made, allow_nan=False)) == {
         "id": "p-17",
         "sample_index": 2,
+        "source": "5f" * 16,
         "prompt_token_ids": [1, 2],
         "token_ids": [5, 6, 7, 8],
         "logprobs": [-0.5, "NaN", "-Infinity", "Infinity"],
@@ -714,7 +717,8 @@ def test_w6_nothing_to_do_needs_no_engine(tmp_path: Path, capsys: pytest.Capture
     before = (tmp_path / "results.jsonl").read_bytes()
     assert main(["run", str(config)]) == 0
     text = said(capsys)
-    assert "2 of 2 results" in text and "nothing to do" in text and "were not compared" in text
+    assert "2 of 2 results" in text and "nothing to do" in text
+    assert "has 1 row that no line" in text and "2 rows of" in text and "do not say what they answer" in text
     assert (tmp_path / "results.jsonl").read_bytes() == before
     assert not (tmp_path / "store").exists()
 
@@ -760,3 +764,45 @@ def test_a_model_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["model", "tiny", str(tmp_path / "m")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "m")
     assert (tmp_path / "m" / "model.safetensors").exists()
+
+
+# ---- rows of another job --------------------------------------------------------------------------------------------
+
+
+def test_a_row_of_another_job_with_the_same_id_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids like `a` are those of many jobs: another one's answer does not pass, whether or not all rows are there."""
+    asked = [GOOD, '{"id": "b", "prompt": "two"}']
+    config = write_job(tmp_path, tmp_path / "no-model", asked)
+    prompts = {prompt.id: prompt for prompt in read_prompts(tmp_path / "prompts.jsonl").prompts}
+    sampling = load_config(config).sampling
+    own = {name: source_digest(prompt, sampling) for name, prompt in prompts.items()}
+    for rows in ([row("a", source=own["a"]), row("b", source=own["a"])], [row("b", source=own["a"])]):
+        write_lines(tmp_path / "results.jsonl", rows)
+        before = (tmp_path / "results.jsonl").read_bytes()
+        assert main(["run", str(config)]) == 15
+        where = f"{tmp_path / 'results.jsonl'} line {len(rows)}: this result of 'b' answers another prompt than line 2"
+        text = said(capsys)
+        assert where in text and "--set output=OTHER.jsonl" in text
+        assert (tmp_path / "results.jsonl").read_bytes() == before
+        run_doctor(str(config))
+        found = capsys.readouterr().out
+        assert f"fail  {tmp_path / 'results.jsonl'} line {len(rows)}: this result of 'b'" in found
+    write_lines(tmp_path / "results.jsonl", [row("a", source=own["a"]), row("b", source=own["b"])])
+    assert main(["run", str(config)]) == 0
+    text = said(capsys)
+    assert "2 of 2 results" in text and "do not say" not in text and "no line" not in text
+
+
+def test_doctor_reads_the_output_as_a_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And changes nothing of it, not even a torn last line."""
+    config = write_job(tmp_path, tmp_path / "no-model", [GOOD])
+    output = tmp_path / "results.jsonl"
+    for content, wanted in (
+        ("hello\n", "line 1 is not a result of this program"),
+        ('{"id": "a", "answer": "blue"}\n', "line 1 is not a result of this program"),
+        (json.dumps(row("z")) + '\n{"id": "a", "sam', "has 1 row that no line of the prompts file asks for"),
+    ):
+        output.write_text(content)
+        run_doctor(str(config))
+        assert wanted in capsys.readouterr().out
+        assert output.read_text() == content

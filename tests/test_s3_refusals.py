@@ -107,6 +107,23 @@ def test_a_bucket_that_is_not_there(moto: Server, verb: str) -> None:
         open_store("s3://no-such-bucket/run", create=True, endpoint_url=moto.url)
 
 
+def test_an_endpoint_without_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where botocore only has a ValueError: wherever the endpoint comes from."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:18973")
+    with pytest.raises(ConfigError, match=r"Invalid endpoint: 127\.0\.0\.1:18973") as caught:
+        open_store("s3://bucket/run").get("a")
+    assert "http://host:port" in caught.value.hint
+    with pytest.raises(ConfigError, match="no server's address") as given:
+        open_store("s3://bucket/run", endpoint_url="localhost:18973")
+    assert "http://host:port" in given.value.hint
+
+
+def test_https_asked_of_a_plain_server(moto: Server) -> None:
+    with pytest.raises(ConfigError, match=r"WRONG_VERSION_NUMBER") as caught:
+        open_store("s3://bucket/run", endpoint_url=moto.url.replace("http:", "https:")).get("a")
+    assert "write its endpoint as http://host:port" in caught.value.hint
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_server_that_is_not_there(open_at: Callable[..., S3Store], waits: Waits, verb: str) -> None:
     with claimed_ports(1) as (port,):

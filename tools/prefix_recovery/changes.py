@@ -1,6 +1,6 @@
-"""In what the stored calls of a job and its prompts file differ: one comparison for run, doctor, explain and plan.
+"""In what the stored calls of a job, its rows and its prompts file differ: for run, doctor, explain and plan alike.
 
-Owns: which calls are compared, and how a difference is told: the prompt, or which field of the sampling.
+Owns: which calls and rows are compared, and how a difference is told: the prompt, or which field of the sampling.
 Does not know: where the ledger and the requests come from, what follows from a difference.
 
 Invariants:
@@ -11,16 +11,19 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefix_recovery.prompts import Sample
+from prefix_recovery.prompts import Sample, source_digest
+from prefix_recovery.results import Results
 from recovery.codec import canonical_json
 from recovery.errors import FingerprintMismatch, InputError
 from recovery.ledger import Entry
 from recovery.model import Request
+from snapshot_inspect.texts import count_text
 
 if TYPE_CHECKING:
     from prefix_recovery.engine_requests import Requests
@@ -42,6 +45,20 @@ class Compared:
     same: int = 0
     changed: list[Entry] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsHere:
+    """`others`: rows that no line asks for; `unknown`: rows of this job that do not say what they answer."""
+
+    others: int
+    unknown: int
+
+    def sentences(self, path: Path) -> Iterator[str]:
+        if self.others:
+            yield f"{path} has {count_text(self.others, 'row')} that no line of the prompts file asks for; they stay"
+        if self.unknown:
+            yield f"{count_text(self.unknown, 'row')} of {path} do not say what they answer, and were found by id alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +94,27 @@ def compared(entries: Iterable[Entry], digests: Mapping[str, str]) -> Compared:
         found.changed.sort(key=lambda entry: order[entry.identity.rollout])
     found.missing.sort()
     return found
+
+
+def refuse_rows(results: Results, samples: Iterable[Sample], sampling: Mapping[str, Any]) -> RowsHere:
+    """Raise FingerprintMismatch if a row answers something else than what its sample asks for now.
+
+    Ids like 1, 2, 3 are those of many jobs: without this a row of another one would pass for this one's result.
+    """
+    wanted, unknown = 0, 0
+    for sample in samples:
+        row = results.done.get((sample.prompt.id, sample.index))
+        if row is None:
+            continue
+        wanted, unknown = wanted + 1, unknown + (row.source is None)
+        if row.source not in (None, source_digest(sample.prompt, sampling)):
+            raise FingerprintMismatch(
+                f"{results.path} line {row.line}: this result of {sample.prompt.id!r} answers another prompt than line "
+                f"{sample.prompt.line} of the prompts file, or was sampled otherwise than it asks",
+                hint="give this job an output of its own: --set output=OTHER.jsonl; or, if it is this job's, put the "
+                "prompt's line and the config's `sampling` back as they were",
+            )
+    return RowsHere(len(results.done) - wanted, unknown)
 
 
 def differences(entry: Entry, stored: Request | None, sample: Sample, requests: Requests) -> list[Difference]:

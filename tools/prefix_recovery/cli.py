@@ -20,6 +20,7 @@ from prefix_recovery import __doc__ as _about
 from recovery import config as configs
 from recovery.errors import RecoveryError
 from snapshot_inspect import completion
+from snapshot_inspect.grammar import Parser
 from snapshot_inspect.texts import error_text, filled
 
 _EXAMPLES = """\
@@ -42,7 +43,7 @@ a snapshot taken.
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="prefix-recovery",
         description=_about,
         epilog=_EXAMPLES,

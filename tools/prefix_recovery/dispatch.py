@@ -21,7 +21,7 @@ from typing import Any
 from prefix_recovery import changes
 from prefix_recovery.engine_requests import Requests
 from prefix_recovery.progress import Progress
-from prefix_recovery.prompts import BadLine, Sample
+from prefix_recovery.prompts import BadLine, Sample, source_digest
 from prefix_recovery.results import Results
 from prefix_recovery.row_writer import RowWriter
 from prefix_recovery.rows import make_row, text_of
@@ -95,7 +95,7 @@ class Dispatch:
         prompt, if a line changed or an unfinished one disappeared.
         """
         self._session.source_digests = {
-            name: self._requests.source_digest(sample.prompt) for name, sample in self._samples.items()
+            name: source_digest(sample.prompt, self._config.sampling) for name, sample in self._samples.items()
         }
         entries = self._session.stored.entries()
         found = changes.compared(entries, self._session.source_digests)
@@ -189,6 +189,7 @@ class Dispatch:
         return make_row(
             id=sample.prompt.id,
             sample_index=sample.index,
+            source=self._session.source_digests[sample.name],
             request=request,
             token_ids=token_ids,
             logprobs=logprobs,

@@ -1,6 +1,6 @@
 """What the engine is asked for one line of the prompts file: token ids and SamplingParams.
 
-Owns: the job's and the line's sampling put together, tokenizing, chat templates, what identifies a line.
+Owns: the job's and the line's sampling put together, tokenizing, chat templates.
 Does not know: the engine's loop, the store, the output.
 
 Invariants:
@@ -10,8 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,11 +35,6 @@ class Requests:
         self._sampling = sampling
         self._tokenizer = surface.tokenizer_of(engine)
         self._vocabulary = int(engine.vllm_config.model_config.get_vocab_size())
-
-    def source_digest(self, prompt: Prompt) -> str:
-        """Identifies a prompt line together with the job's own sampling."""
-        job = json.dumps(dict(self._sampling), sort_keys=True, default=str).encode()
-        return hashlib.sha256(prompt.digest.encode() + job).hexdigest()[:32]
 
     def tokenizer_for(self, prompt: Prompt) -> Any | None:
         """The tokenizer, unless the prompt asked for no text."""

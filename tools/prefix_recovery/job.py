@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefix_recovery import saving
+from prefix_recovery import changes, saving
 from prefix_recovery.dispatch import Dispatch, Outcome, first_stop
 from prefix_recovery.engine import Engine, set_environment
 from prefix_recovery.engine_requests import check_sampling
@@ -123,16 +123,22 @@ class Run:
         return self._exit_code(bad, progress)
 
     def _nothing_to_do(self, progress: Progress) -> Outcome:
-        """Every id has its row. Said so, since a prompt or a model that was changed meanwhile is not noticed."""
+        """Every sample has its row. A model that was changed meanwhile is not noticed, and that is said."""
+        self._look_at_rows(progress)
         progress.say(
-            "nothing to do: every prompt that can be read has its row, found by its id; model, prompts and sampling "
-            "were not compared with what the rows were made with"
+            "nothing to do: every prompt that can be read has its row; the model was not compared with the rows' own"
         )
         return Outcome()
 
+    def _look_at_rows(self, progress: Progress) -> None:
+        for line in changes.refuse_rows(self._results, self._samples, self._config.sampling).sentences(
+            self._results.path
+        ):
+            progress.say(line)
+
     def _progress(self) -> Progress:
         wanted = {(s.prompt.id, s.index) for s in self._samples}
-        done = len(self._results.done & wanted)
+        done = len(self._results.done.keys() & wanted)
         self._captured: Any = lambda: 0
         return Progress(len(self._samples), done, lambda: self._captured(), quiet=self._options.quiet)
 
@@ -166,7 +172,7 @@ class Run:
 
     def _with_engine(self, progress: Progress) -> Outcome:
         began = time.monotonic()
-        self._check_early()
+        self._check_early(progress)
         progress.say("starting the engine")
         engine = Engine(self._config.model, self._config.engine)
         try:
@@ -179,7 +185,7 @@ class Run:
         finally:
             engine.close()
 
-    def _check_early(self) -> None:
+    def _check_early(self, progress: Progress) -> None:
         """What would end the run after the engine's start, told before it."""
         set_environment()
         check_sampling(self._config.sampling)
@@ -187,6 +193,7 @@ class Run:
         if effective_mode(block) != "off" and block.store is not None:
             store = open_store(block.store, create=True, **block.store_options.given())
             check_stored(store, block.restore, lambda: job_of(self._config, self._file))
+        self._look_at_rows(progress)  # the store can say more about what was changed, and is asked first
 
     def _capturing(self, llm: Any, session: RecoverySession) -> Any:
         return RecoverableEngine(llm, session)

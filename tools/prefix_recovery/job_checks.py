@@ -20,10 +20,12 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
+from prefix_recovery.changes import refuse_rows
 from prefix_recovery.engine import Unstarted
 from prefix_recovery.engine_requests import Requests, check_sampling
 from prefix_recovery.job_here import job_of
 from prefix_recovery.prompts import BadLine, read_prompts
+from prefix_recovery.results import Results
 from prefix_recovery.stored_job import check_stored
 from recovery.claims import latest_claims
 from recovery.config import JobConfig, effective_mode
@@ -53,8 +55,14 @@ class Finding:
 
 
 def check_job(config: JobConfig) -> Iterator[Finding]:
+    failed = set()
     for check in (_model, _prompts, _engine, _output, _store, _queue):
-        yield from _guarded(check, config)
+        for finding in _guarded(check, config):
+            if finding.level == "fail":
+                failed.add(check)
+            yield finding
+    if not failed & {_engine, _store}:  # else it would be tried, waited for and told a second time
+        yield from _guarded(_same_job, config)
 
 
 def _guarded(check: Callable[[JobConfig], Iterator[Finding]], config: JobConfig) -> Iterator[Finding]:
@@ -75,7 +83,12 @@ def _queue(config: JobConfig) -> Iterator[Finding]:
 def _model(config: JobConfig) -> Iterator[Finding]:
     folder = Path(config.model)
     if not folder.is_dir():
-        yield Finding("warn", f"model {config.model} is not a folder here", "vLLM will look for it on the hub")
+        looked = "" if folder.is_absolute() else " of the config's folder"
+        yield Finding(
+            "warn",
+            f"model {config.model} is no folder{looked} here",
+            "vLLM will look for it on the hub; if it is a folder, bring it, or set `model` to where it lies",
+        )
     elif not (folder / "config.json").is_file():
         todo = "`prefix-recovery model smollm2 DIR` makes one"
         yield Finding("fail", f"model folder {folder} has no config.json", todo)
@@ -127,7 +140,12 @@ def _output(config: JobConfig) -> Iterator[Finding]:
     if problem is not None:
         yield Finding("fail", f"the output {output}: {problem[0]}", problem[1])
         return
-    yield Finding("ok", f"output {output}")
+    results = Results(output)
+    results.look()
+    samples = read_prompts(config.prompts).samples(config.samples_per_prompt)
+    for what in refuse_rows(results, samples, config.sampling).sentences(output):
+        yield Finding("warn", what, "see that the output is this job's own")
+    yield Finding("ok", f"output {output}" + (f", with {count_text(len(results.done), 'row')}" if results.done else ""))
     yield from _room(output.parent, "the output's disk")
 
 
@@ -206,7 +224,11 @@ def _contents(store: ObjectStore, address: str, config: JobConfig) -> Iterator[F
     try:
         check_root(store)
     except NoStore:
-        yield Finding("ok", f"no store at {address} yet; the run makes one")
+        at = getattr(store, "endpoint", None)
+        yield Finding(
+            "ok",
+            f"no store at {address}{f' of {at}' if at else ''} yet; the run makes one and begins every prompt anew",
+        )
         return
     tail = find_tail(store)
     yield Finding("ok", f"store {address}, {tail} log entries; `snapshot-inspect latest` says more")
@@ -215,16 +237,22 @@ def _contents(store: ObjectStore, address: str, config: JobConfig) -> Iterator[F
         yield Finding("ok", _holder(holder, ended=_ended(store, tail)))
     for heir, old in itertools.pairwise(claims):
         yield Finding("ok", f"fenced: {_claim(old)}, of epoch {old.epoch}, by slot {heir.seq}")
-    yield from _same_job(store, config)
 
 
-def _same_job(store: ObjectStore, config: JobConfig) -> Iterator[Finding]:
+def _same_job(config: JobConfig) -> Iterator[Finding]:
     """As a run compares it before it claims the store."""
+    block = config.rollout_checkpointing
+    if effective_mode(block) == "off" or block.store is None:
+        return
+    try:
+        store = open_store(block.store, **block.store_options.given())
+        check_root(store)
+    except NoStore:
+        return
     if find_spec("vllm") is None:
         yield Finding("warn", "whether the store belongs to this job was not compared: vLLM is not installed", "")
         return
-    choice = config.rollout_checkpointing.restore
-    found = check_stored(store, choice, lambda: job_of(config, read_prompts(config.prompts)))
+    found = check_stored(store, block.restore, lambda: job_of(config, read_prompts(config.prompts)))
     if found is not None:
         calls = count_text(found.same, "stored call")
         yield Finding("ok", f"the store belongs to this job; {calls} with the same prompt and sampling")

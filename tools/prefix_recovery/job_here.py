@@ -15,7 +15,7 @@ from typing import Any
 
 from prefix_recovery.engine import Unstarted
 from prefix_recovery.engine_requests import Requests, check_sampling
-from prefix_recovery.prompts import PromptFile, Sample, read_prompts
+from prefix_recovery.prompts import PromptFile, Sample, read_prompts, source_digest
 from recovery.config import JobConfig, load_config
 from recovery.resume import StopRules
 
@@ -54,5 +54,5 @@ def job_of(config: JobConfig, prompts: PromptFile) -> JobHere:
     must, recorded = engine_fields(engine, rules)
     requests = Requests(engine, config.sampling)
     samples = {sample.name: sample for sample in prompts.samples(config.samples_per_prompt)}
-    digests = {name: requests.source_digest(sample.prompt) for name, sample in samples.items()}
+    digests = {name: source_digest(sample.prompt, config.sampling) for name, sample in samples.items()}
     return JobHere({**must, **job_fields(config)}, recorded, rules, samples, digests, requests)

@@ -42,7 +42,7 @@ class RunOnRay(Run):
     """See job.Run."""
 
     def _with_engine(self, progress: Progress) -> Outcome:
-        self._check_early()
+        self._check_early(progress)
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/tmp"))
         try:
             queued = self._config.rollout_checkpointing.staging == "transfer_queue"

@@ -1,6 +1,6 @@
 """The prompts file: JSON lines in, samples to run out, malformed lines named and kept apart.
 
-Owns: what a prompt line may contain and how it becomes a sample's text or ids and sampling fields.
+Owns: what a prompt line may contain, how it becomes a sample's text or ids and sampling fields, and what identifies it.
 Does not know: the engine, the tokenizer, results.
 
 Invariants:
@@ -59,6 +59,12 @@ class BadLine:
     line: int
     id: str
     error: str
+
+
+def source_digest(prompt: Prompt, sampling: Mapping[str, Any]) -> str:
+    """Identifies a prompt line together with the job's own sampling: 32 hexadecimal letters."""
+    job = json.dumps(dict(sampling), sort_keys=True, default=str).encode()
+    return hashlib.sha256(prompt.digest.encode() + job).hexdigest()[:32]
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """The output file: one row per sample, each exactly once, across any number of crashes.
 
-Owns: which rows are there, how a row is appended durably.
-Does not know: where a row comes from, who else runs (output_lock.py).
+Owns: which rows are there and what they answer, how a row is appended durably.
+Does not know: where a row comes from, what is asked for now (changes.py), who else runs (output_lock.py).
 
 Invariants:
 1. A row is in the file for good once `append` returns: written in one piece, fsynced.
@@ -18,20 +18,29 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from recovery.errors import ConfigError, StoreFull
 
 Key = tuple[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A row's line in the file (0: appended by this run), and what it says it answers; None in rows made without."""
+
+    line: int
+    source: str | None
+
+
 class Results:
-    """The output file, opened for appending."""
+    """The output file, opened for appending, or only looked at."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.done: set[Key] = set()
+        self.done: dict[Key, Found] = {}
         self._fd = -1
         self._cut_at: int | None = None
         """Where a part of rows begins that could not be taken back yet."""
@@ -50,12 +59,8 @@ class Results:
             raise ConfigError(
                 f"cannot open the output file {self.path}: {error.strerror}", hint="check `output` in the config"
             ) from error
-        end = 0
         with open(self._fd, "rb", closefd=False) as file:
-            for number, raw in enumerate(file, 1):
-                if not self._take(raw, number):
-                    break
-                end += len(raw)
+            end = self._read(file)
         size = os.fstat(self._fd).st_size
         if end < size:
             os.ftruncate(self._fd, end)
@@ -68,10 +73,25 @@ class Results:
         finally:
             os.close(folder)
 
+    def look(self) -> None:
+        """Read what is there and change nothing. Raises what `open` does of it."""
+        if os.path.isfile(self.path):
+            with open(self.path, "rb") as file:
+                self._read(file)
+
+    def _read(self, file: BinaryIO) -> int:
+        """Note every row. Returns where the last whole one ends."""
+        end = 0
+        for number, raw in enumerate(file, 1):
+            if not self._take(raw, number):
+                break
+            end += len(raw)
+        return end
+
     def reread(self) -> None:
         """Read the file again: after the claim no earlier run can have appended what is not seen here."""
         self.close()
-        self.done = set()
+        self.done = {}
         self.open()
 
     def _take(self, raw: bytes, number: int) -> bool:
@@ -88,6 +108,7 @@ class Results:
         try:
             key = (str(row["id"]), int(row["sample_index"]))
             row["token_ids"]
+            source = row.get("source")
         except (ValueError, KeyError, TypeError) as error:
             raise self._foreign(number, f"it lacks {error}") from error
         if key in self.done:
@@ -95,7 +116,7 @@ class Results:
                 f"{self.path} line {number} repeats the result of {key[0]!r} sample {key[1]}",
                 hint="two runs on different machines may have written it; remove one of the two lines",
             )
-        self.done.add(key)
+        self.done[key] = Found(number, source if isinstance(source, str) else None)
         return True
 
     def _foreign(self, number: int, why: str) -> ConfigError:
@@ -106,11 +127,11 @@ class Results:
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows and make them durable. Raises StoreFull; then none of them is in the file."""
-        lines, keys = [], []
+        lines, added = [], dict[Key, Found]()
         for row in rows:
             key = (str(row["id"]), int(row["sample_index"]))
             assert key not in self.done, f"{key} would be written twice"
-            keys.append(key)
+            added[key] = Found(0, row.get("source"))
             lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")) + "\n")
         data = "".join(lines).encode()
         try:
@@ -129,7 +150,7 @@ class Results:
                 f"cannot append to {self.path}: {error.strerror}",
                 hint=f"make room or mend the disk under {self.path.parent}",
             ) from error
-        self.done.update(keys)
+        self.done |= added
 
     def _cut(self) -> None:
         """Take back the part of rows that an append left."""

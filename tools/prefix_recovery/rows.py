@@ -25,6 +25,7 @@ def make_row(
     *,
     id: str,
     sample_index: int,
+    source: str,
     request: Request,
     token_ids: Sequence[int],
     logprobs: Sequence[float],
@@ -34,10 +35,14 @@ def make_row(
     stop_reason: int | str | None,
     text: str,
 ) -> dict[str, Any]:
-    """One output row, JSON-able. Non-finite logprobs become the strings NaN, Infinity, -Infinity."""
+    """One output row, JSON-able. Non-finite logprobs become the strings NaN, Infinity, -Infinity.
+
+    `source`: prompts.source_digest.
+    """
     return {
         "id": id,
         "sample_index": sample_index,
+        "source": source,
         "prompt_token_ids": [int(token) for token in request.prompt_token_ids],
         "token_ids": [int(token) for token in token_ids],
         "logprobs": [json_number(value) for value in logprobs],

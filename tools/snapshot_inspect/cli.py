@@ -33,6 +33,7 @@ from snapshot_inspect import (
     verbs,
     views,
 )
+from snapshot_inspect.grammar import Parser
 from snapshot_inspect.newest import newest
 from snapshot_inspect.places import open_place
 from snapshot_inspect.render import Screen
@@ -85,7 +86,7 @@ _CODES = (
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="snapshot-inspect",
         description=_ABOUT,
         epilog=_CODES,

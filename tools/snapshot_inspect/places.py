@@ -63,7 +63,14 @@ def open_any(address: str) -> ObjectStore:
     Raises NoStore for a folder that is not there.
     """
     url, options = store_at(address)
-    return open_store(url, **options)
+    if url == address and address.endswith(CONFIGS) and not os.path.lexists(address) and "://" not in address:
+        raise NoStore(f"there is no file {address}", hint="give a job's config, or a store's folder or address")
+    try:
+        return open_store(url, **options)
+    except NoStore as error:
+        if os.path.isfile(address):
+            error.hint = "give the store's own folder or address, or the config of its job"
+        raise
 
 
 def store_at(address: str) -> tuple[str, dict[str, Any]]:
@@ -86,12 +93,21 @@ def open_place(address: str) -> Place:
     except NoStore as error:
         found = below(store)
         if not found:
-            raise NoStore(f"there is no store at {address}: it has no {FORMAT_KEY}", hint=error.hint) from None
+            hint = _job_in(address) or error.hint
+            raise NoStore(f"there is no store at {address}: it has no {FORMAT_KEY}", hint=hint) from None
         names = ", ".join(item.name for item in found[:3]) + (", …" if len(found) > 3 else "")
         raise NoStore(
             f"{address} is no store, but a folder with {len(found)} of them ({names})",
             hint="list them: snapshot-inspect list STORE",
         ) from None
+
+
+def _job_in(address: str) -> str:
+    """A hint for a folder that has no store but what may be the config of its job."""
+    if not os.path.isdir(address):
+        return ""
+    found = sorted(name for name in os.listdir(address) if name.endswith((".yaml", ".yml")))
+    return f"give the job's config: {os.path.join(address, found[0])}" if found else ""
 
 
 def open_folder(address: str) -> list[Below]:
