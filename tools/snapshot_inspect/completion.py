@@ -14,6 +14,7 @@ import argparse
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 SHELLS = ("bash", "zsh", "fish")
 USE = {
@@ -138,7 +139,7 @@ def _fish(command: str, verbs: list[Verb]) -> str:
     return "\n".join([*lines, ""])
 
 
-def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser], command: str) -> argparse.ArgumentParser:
+def add_verb(verbs: argparse._SubParsersAction[Any], command: str) -> argparse.ArgumentParser:
     """The verb `completion SHELL` of a command."""
     examples = "\n".join(f"  {USE[shell].format(command=command)}" for shell in SHELLS)
     added = verbs.add_parser(
