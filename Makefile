@@ -68,7 +68,7 @@ soak-parts: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol and ROLLOUTS=1
 bench-store: $(VENV)/ready  ## measure the store: cost, size, restore, today's ways (minutes; ARGS=--quick: seconds)
 	$(BIN)/python -m bench store $(ARGS)
 
-bench: $(VENV)/ready  ## measure everything, one after the other (figures, pictures: build/bench; ARGS=--quick: a minute)
+bench: $(VENV)/ready  ## measure everything, one after the other (figures, pictures: build/bench; ARGS="--pictures docs": those of the docs too; ARGS=--quick: a minute)
 	$(BIN)/python -m bench all $(ARGS)
 
 bench-scale: $(VENV)/ready  ## measure the coordinator at a million calls and over a day of failures, simulated (ARGS=--quick: seconds)

@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 from bench import everything
-from bench.__main__ import main
+from bench.__main__ import VERBS, main
 from bench.jobs import Life
 from bench.prices import dollars
 from bench.scale_day import Day, Size
@@ -110,7 +110,27 @@ def test_a_thousand_writes_cost_what_is_listed() -> None:
 
 def test_all_of_them_are_run_and_every_bound_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(width=200)
-    assert everything.run(console, ("scale", "no-such-verb"), tmp_path, 5, quick=True) == 1
+    out, pictures = tmp_path / "out", tmp_path / "docs"
+    pictures.mkdir()
+    ran = everything.run(console, ("scale", "no-such-verb"), out, 5, quick=True, pictures=pictures)
     said = capsys.readouterr().out
-    assert "scale: calls that ended twice" in said and "bench no-such-verb FAILED" in said
-    assert {path.name for path in tmp_path.iterdir()} == {"scale.json", "scale.png"}
+    assert ran == 1 and "scale-day: calls that ended twice" in said and "bench no-such-verb FAILED" in said
+    runs = ("scale-million", "scale-day")
+    assert {path.name for path in out.iterdir()} == {
+        f"{run}.{suffix}" for run in runs for suffix in ("json", "png")
+    } | {"all.json"}
+    assert {path.name for path in pictures.iterdir()} == {f"benchmarks-{run}.png" for run in runs}
+    assert set(json.loads((out / "all.json").read_text())["figures"]["seconds"]) == set(runs)
+
+
+def test_every_part_is_run_once_and_what_takes_time_has_the_machine_to_itself() -> None:
+    steps = everything.steps(tuple(VERBS))
+    names = [name for step in steps for name in step]
+    assert len(set(names)) == len(names) and [sorted(step) for step in steps if len(step) > 1] == [
+        ["kills", "scale-day"]
+    ]
+    for verb, module in VERBS.items():
+        runs = everything.PARTS.get(verb, {verb: module.PARTS})
+        assert set(runs) <= set(names) and sorted(part for parts in runs.values() for part in parts) == sorted(
+            module.PARTS
+        )

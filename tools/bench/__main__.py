@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     if options.verb == "all":
-        return everything.run(console, tuple(VERBS), options.out, seed, quick=options.quick)
+        return everything.run(console, tuple(VERBS), options.out, seed, quick=options.quick, pictures=options.pictures)
     verb = VERBS[options.verb]
     parts = tuple(options.only.split(","))
     if unknown := set(parts) - set(verb.PARTS):
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         _common(of_verb)
     of_all = verbs.add_parser("all", help="all of them, each in a process of its own; a table of every bound")
     of_all.add_argument("--out", type=Path, default=Path("build/bench"), help="where figures go (default: %(default)s)")
+    of_all.add_argument("--pictures", type=Path, metavar="DIR", help="replace DIR/benchmarks-*.png (the docs') too")
     _common(of_all)
     of_plot = verbs.add_parser("plot", help="draw the scaling laws that --json wrote")
     of_plot.add_argument("figures", type=Path, metavar="FILE.json")

@@ -5,7 +5,8 @@ Does not know: how a method recovers (kills_paced.py; `prefix-recovery run`).
 
 Effective time ratio: the time of the job without a kill over its time with kills, restarts included. Kills come at
 random (exponential), at the same moments for every method. Time to finish: one kill at a random moment of the job,
-then what is left, from the kill to the last row. Length bias: what has finished when the time is up, out of rows
+then what is left, from the kill to the last row; beside it the least that any method could take, which is what was
+left without the kill, and a start of the engine. Length bias: what has finished when the time is up, out of rows
 without end, over the mean of the same rows if nobody is killed.
 """
 
@@ -103,12 +104,14 @@ def _finish(report: Report, rng: np.random.Generator) -> None:
     left: dict[str, list[float]] = {"this project": [], "redo rows": []}
     twice: dict[str, list[int]] = {"this project": [], "redo rows": []}
     late: list[bool] = []
+    least: list[float] = []
     for _ in range(jobs):
         these = lengths(rng, n_rows)
         ideal = drive(Redo(), these, [])
         share = float(rng.uniform(0.05, 0.95))
         at = share * ideal.seconds
         late.append(share > 0.5)
+        least.append(ideal.seconds - at + RESTART_S)
         for name in left:
             method = METHODS[name]()
             outcome = drive(method, these, [at])
@@ -127,6 +130,13 @@ def _finish(report: Report, rng: np.random.Generator) -> None:
         [[name, Spread.of(left[name]).text(0), Spread.of(twice[name]).text(0)] for name in left],
     )
     report.note(f"over redo rows: {over.text(2)}")
+    limit = ratios(least, left["redo rows"])
+    report.figure("finish", "the least over redo rows", limit.as_json())
+    report.figure("finish", "this project over the least", ratios(left["this project"], least).as_json())
+    report.note(
+        f"what was left without the kill and a start of the engine over redo rows: {limit.text(2)}; "
+        f"this project over that: {ratios(left['this project'], least).text(3)}"
+    )
     for half in (False, True):
         own = [left["this project"][n] / left["redo rows"][n] for n in range(jobs) if late[n] is half]
         if own:
