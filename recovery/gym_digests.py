@@ -4,8 +4,9 @@ Owns: the bytes that are summed.
 Does not know: calls, what a row means (gym_rows.py), that library. A test holds the two against each other, on that
 library's own golden vectors and on rows of ours.
 
-Every number is big-endian with 8 bytes, every text and list begins with its length; a float is its float32, but in
-`extras` its double.
+Invariant:
+1. Every number is big-endian with 8 bytes, every text and list begins with its length; a float is its float32, but in
+   `extras` its double.
 """
 
 from __future__ import annotations

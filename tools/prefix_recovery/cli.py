@@ -2,6 +2,12 @@
 
 Owns: verbs, flags, exit codes, how an error looks on the terminal.
 Does not know: how a job runs (job.py), how a model is made.
+
+Invariants:
+1. What a verb needs is imported when it is typed: help, `schema` and `completion` wait for no engine.
+2. An error of the tree is `error: message` and a line that says what to do next; its exit code is that of
+   recovery.errors.
+3. A process ends also where a thread of it still waits for a store that does not answer.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 Owns: every field of that document, and the words.
 Does not know: how anything was found or mended (repair.py).
+
+Invariants:
+1. Every loss is named: which call, which of its tokens or its request, and whether it had ended.
+2. The store is looked into once more only where something cannot be mended: for what a restore takes instead.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from snapshot_inspect.render import Fact, Screen
 from snapshot_inspect.soundness import Damage, Loss, to_move
 from snapshot_inspect.survey import Position
 from snapshot_inspect.texts import count_text
+from snapshot_inspect.writing import WILL_FENCE
 
 MEND = frozenset({"dangling", "garbage"})
 """States of a hint that is written anew. One that is absent is nothing wrong, nor one behind slots that followed the
@@ -114,7 +119,7 @@ def _notes(found: Findings, published: Slot | None, *, applied: bool, claimed: b
     if found.snapshot is None and not found.problems:
         yield "no snapshot was published yet"
     if found.mend_snapshot and not applied:
-        yield "with --apply a job that runs on this store is fenced: it stops with exit code 11"
+        yield WILL_FENCE
     if claimed and published is None:
         yield "the job went on until it was fenced, and its newest snapshot needs no repair"
     if published is not None:
