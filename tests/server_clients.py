@@ -7,6 +7,7 @@ Does not know: how a server is started, what is right.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +35,13 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "samples": {**TEXT, "temperature": 1.0, "seed": 9, "n": 2, "presence_penalty": 0.5},
     "tool": {**CHAT, "tools": [TOOL], "tool_choice": CHOSEN},
     "whole": {**CHAT, "messages": [{"role": "user", "content": "why?"}]},
+    "stopped": {
+        **{**TEXT, "temperature": 0.8, "seed": 11, "frequency_penalty": 0.3, "stop": list("aei ")},
+        "extra_body": {**IDS, "min_tokens": 180, "repetition_penalty": 1.05, "include_stop_str_in_output": True},
+    },
     "prompts": {**TEXT, "temperature": 0.7, "prompt": [[5, 77, 300, 12], [9, 8, 7]], "n": 2, "seed": 3},
 }
-STREAMED = ("greedy", "sampled", "unseeded", "samples", "tool")
+STREAMED = ("greedy", "sampled", "unseeded", "samples", "tool", "stopped")
 
 
 def in_arguments(request: dict[str, Any], attempt: str) -> dict[str, Any]:
@@ -111,6 +116,16 @@ def ask(client: openai.OpenAI, request: dict[str, Any], attempt: str = "", *, st
     else:
         message.take(create_of(client, request)(**request, extra_headers=headers))
     return message
+
+
+def ask_all(client: openai.OpenAI, attempts: dict[str, str]) -> dict[str, Message]:
+    """Every kind at once, each under its attempt id if there is one for it."""
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        asked = {
+            kind: pool.submit(ask, client, request, attempts.get(kind, ""), stream=kind in STREAMED)
+            for kind, request in REQUESTS.items()
+        }
+        return {kind: answer.result() for kind, answer in asked.items()}
 
 
 class Asking(threading.Thread):

@@ -11,17 +11,15 @@ Does not know: how a server is started, what a client does while it is away.
 from __future__ import annotations
 
 import random
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from prefix_recovery.tiny import make_tiny_llama
-from tests.server_clients import REQUESTS, STREAMED, Asking, Message, ask, client_of
+from tests.server_clients import REQUESTS, STREAMED, Asking, Message, ask_all, client_of
 from tests.server_process import ServerProcess, many_processes, one_process, serving
 
 CLIENTS = 5
@@ -116,9 +114,11 @@ def kill_servers(folder: Path, seed: int, kills: int, deadline: float | None) ->
                 time.sleep(rng.uniform(1.0, 15.0))
                 figures.kills_at_start += 1
             else:
-                server.wait_ready()
+                server.wait_ready().get("/v1/recovery", KEY)  # once it answers, the process that captures is up
                 if clients is None:
-                    clients = Clients(server, rng, uncut(server), figures)
+                    # all under attempt ids, since draws are the plug-in's
+                    whole = ask_all(client_of(server, KEY, retries=10), {kind: f"uncut-{kind}" for kind in REQUESTS})
+                    clients = Clients(server, rng, whole, figures)
                 clients.note_resumed(server)
                 if last:
                     clients.finish(server)
@@ -135,18 +135,3 @@ def kill_servers(folder: Path, seed: int, kills: int, deadline: float | None) ->
         print(f"PROBLEM: {problem}")
     print(f"server kills, seed {seed}: {figures}, {time.monotonic() - began:.0f} s", flush=True)
     return not figures.problems
-
-
-def uncut(server: ServerProcess) -> dict[str, Message]:
-    """All kinds at once, under attempt ids, since draws are the plug-in's."""
-    found: dict[str, Message] = {}
-
-    def one(kind: str, request: dict[str, Any]) -> None:
-        found[kind] = ask(client_of(server, KEY), request, f"uncut-{kind}", stream=kind in STREAMED)
-
-    threads = [threading.Thread(target=one, args=item) for item in REQUESTS.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found

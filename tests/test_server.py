@@ -1,14 +1,15 @@
 """vLLM's own OpenAI server with the plug-in, killed with SIGKILL in mid-answer and started again.
 
-One server lives twice. The fixture asks it everything in these two lives; the tests look at what came of it.
+One server lives twice, with two API server processes and then with one. The fixture asks it everything in these two
+lives; the tests look at what came of it, and at what the same calls give in this process, cut and carried on there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,27 +20,44 @@ import pytest
 
 from examples.openai_client import HEADER
 from tests.conftest import OnLoop
+from tests.engine_runs import abort_after, capturing, greedy
 from tests.engine_runs import ask as ask_engine
-from tests.engine_runs import greedy
 from tests.job_processes import wait_until
 from tests.server_clients import (
     CHAT,
     N_TOKENS,
+    PARAMETERS,
     REQUESTS,
     STREAMED,
+    TEXT,
     Asking,
     Message,
     ask,
+    ask_all,
     client_of,
     create_of,
     in_arguments,
 )
-from tests.server_process import ServerProcess, one_process, serving
+from tests.server_process import ServerProcess, many_processes, one_process, serving
+from vllm_hooks.capture import drain
 
 FLUSH = 64
 ADA, BOB = "key-of-ada", "key-of-bob"
-CAPTURED = ("sampled", "samples", "prompts")
+CAPTURED = ("sampled", "samples", "stopped", "prompts")
 """Compared with themselves under another attempt id: they are drawn by the plug-in, which needs one."""
+
+
+IN_PROCESS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "logprobs": 2},
+    "sampled": {"temperature": 0.9, "seed": 5, "logprobs": 0},
+    "samples": {"temperature": 1.0, "seed": 9, "n": 2, "presence_penalty": 0.5, "logprobs": 0},
+    "tool": {"temperature": 0.0, "logprobs": 0},
+    "stopped": {
+        "temperature": 0.8, "seed": 11, "frequency_penalty": 0.3, "repetition_penalty": 1.05, "min_tokens": 180,
+        "stop": list("aei "), "include_stop_str_in_output": True, "logprobs": 0,
+    },
+}  # fmt: skip
+"""The SamplingParams that a caller of the engine writes for the same calls."""
 
 
 @dataclass
@@ -67,11 +85,12 @@ def lives(tiny_model: Path) -> Iterator[Lives]:
         block = {"enabled": "true", "store": folder / "store", "gym.generation_chunk_flush_tokens": FLUSH}
         settings = [f"rollout_checkpointing.{key}={value}" for key, value in block.items()]
         keys = ["--api-key", ADA, BOB]
-        with serving(folder, "first", [*one_process(tiny_model), *keys], settings) as server:
-            first_life(server.wait_ready(), made)
+        with serving(folder, "first", [*many_processes(tiny_model, 2), *keys], settings) as server:
+            captured(server.wait_ready())  # once it answers, the process that captures is up
+            first_life(server, made)
             threads = until_killed(server, made)
         with serving(folder, "second", [*one_process(tiny_model), *keys], settings) as server:
-            server.wait_ready()
+            captured(server.wait_ready())
             for thread in threads:
                 made.carried_on[thread.name] = thread.whole(server)
                 made.known[thread.name] = server.get(f"/v1/recovery/attempts/{thread.name}", ADA)
@@ -81,18 +100,7 @@ def lives(tiny_model: Path) -> Iterator[Lives]:
 
 def first_life(server: ServerProcess, made: Lives) -> None:
     client = client_of(server, ADA)
-    names = {kind: f"uncut-{kind}" if kind in CAPTURED else "" for kind in REQUESTS}
-    threads = []
-    for kind, request in REQUESTS.items():
-        thread = threading.Thread(
-            target=lambda kind=kind, request=request: made.uncut.__setitem__(
-                kind, ask(client, request, names[kind], stream=kind in STREAMED)
-            )
-        )
-        thread.start()
-        threads.append(thread)
-    for thread in threads:
-        thread.join()
+    made.uncut = ask_all(client, {kind: f"uncut-{kind}" for kind in CAPTURED})
     made.notes["ended"] = ask(client, {**CHAT, "max_tokens": 40}, "ended", stream=True)
     a_client_that_leaves(server, client, made)
     two_connections(server, client, made)
@@ -179,8 +187,7 @@ def until_killed(server: ServerProcess, made: Lives) -> list[Asking]:
             client = client_of(server, ADA, retries=200)
             threads.append(Asking(client, request, f"cut-{kind}", stream=kind in STREAMED))
             threads[-1].start()
-        n = len(REQUESTS)
-        wait_until(lambda: server.get("/v1/recovery", ADA)["attempts_connected"] == n, f"{n} clients are there")
+        wait_until(lambda: all_there(server, threads), f"{len(threads)} clients are there")
     streaming = [thread for thread in threads if thread.name.removeprefix("cut-") in STREAMED]
     enough = FLUSH + 16
     wait_until(lambda: all(thread.message.n_tokens >= enough for thread in streaming), f"{enough} tokens each")
@@ -191,6 +198,11 @@ def until_killed(server: ServerProcess, made: Lives) -> list[Asking]:
         wait_until(lambda: settled(server), "what was captured is stored")
         server.kill()
     return threads
+
+
+def all_there(server: ServerProcess, threads: list[Asking]) -> bool:
+    assert not [thread.error for thread in threads if thread.error is not None]
+    return bool(server.get("/v1/recovery", ADA)["attempts_connected"] == len(threads))
 
 
 def settled(server: ServerProcess) -> bool:
@@ -257,6 +269,49 @@ def test_b18_the_server_answers_as_the_engine_in_this_process(lives: Lives, engi
     answer = on_loop(ask_engine(engine, prompt, greedy(N_TOKENS), "b18"))
     assert lives.carried_on["cut-whole"].token_ids == {0: answer.token_ids}
     assert lives.carried_on["cut-whole"].text == {0: answer.text}
+
+
+def test_in_process_and_through_the_server_the_same_comes_of_it(
+    lives: Lives, engine: Any, on_loop: OnLoop[Any], quick_path: Path
+) -> None:
+    """Cut and carried on by RecoverableEngine here, and by the server there: the same tokens, text and ends."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    async def asked(kind: str, captured: Any, leave_at: int = 0) -> Any:
+        message = lives.carried_on[f"cut-{kind}"]
+        fields = {"structured_outputs": StructuredOutputsParams(json=PARAMETERS)} if kind == "tool" else {}
+        params = SamplingParams(
+            max_tokens=N_TOKENS,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,  # all samples in one output
+            **IN_PROCESS[kind],
+            **fields,
+        )
+        if leave_at:
+            return await abort_after(captured, message.prompt_ids or TEXT["prompt"], params, kind, leave_at)
+        return await drain(captured.generate(message.prompt_ids or TEXT["prompt"], params, kind))
+
+    async def scenario() -> dict[str, Any]:
+        async with capturing(engine, quick_path, flush=FLUSH) as (captured, _):
+            await asyncio.gather(*(asked(kind, captured, 20 + 20 * at) for at, kind in enumerate(IN_PROCESS)))
+        async with capturing(engine, quick_path, flush=FLUSH) as (captured, session):
+            outputs = await asyncio.gather(*(asked(kind, captured) for kind in IN_PROCESS))
+            assert session.counters.calls_restored == len(IN_PROCESS) + 1  # one of them is two samples
+            assert not session.unresumable.restart_only
+        return dict(zip(IN_PROCESS, outputs, strict=True))
+
+    for kind, output in on_loop(scenario()).items():
+        message = lives.carried_on[f"cut-{kind}"]
+        assert {one.index: list(one.token_ids) for one in output.outputs} == message.token_ids, kind
+        assert {one.index: one.text for one in output.outputs} == (message.arguments or message.text), kind
+        assert {one.index: one.finish_reason for one in output.outputs} == message.finish, kind
+        first = output.outputs[0]
+        sampled = [entry[token].logprob for token, entry in zip(first.token_ids, first.logprobs, strict=True)]
+        if message.logprobs:
+            assert sampled == pytest.approx(message.logprobs, abs=2e-5)
+    assert lives.carried_on["cut-greedy"].logprobs
+    assert lives.carried_on["cut-stopped"].finish == {0: "stop"}
 
 
 def test_an_ended_message_is_answered_from_the_store(lives: Lives) -> None:
