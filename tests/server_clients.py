@@ -34,6 +34,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "unseeded": {**CHAT, "temperature": 1.0},
     "samples": {**TEXT, "temperature": 1.0, "seed": 9, "n": 2, "presence_penalty": 0.5},
     "tool": {**CHAT, "tools": [TOOL], "tool_choice": CHOSEN},
+    "json": {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "days", "schema": PARAMETERS}}},
     "whole": {**CHAT, "messages": [{"role": "user", "content": "why?"}]},
     "stopped": {
         **{**TEXT, "temperature": 0.8, "seed": 11, "frequency_penalty": 0.3, "stop": list("aei ")},
@@ -41,7 +42,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     },
     "prompts": {**TEXT, "temperature": 0.7, "prompt": [[5, 77, 300, 12], [9, 8, 7]], "n": 2, "seed": 3},
 }
-STREAMED = ("greedy", "sampled", "unseeded", "samples", "tool", "stopped")
+STREAMED = ("greedy", "sampled", "unseeded", "samples", "tool", "json", "stopped")
 
 
 def in_arguments(request: dict[str, Any], attempt: str) -> dict[str, Any]:

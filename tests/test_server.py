@@ -51,7 +51,7 @@ IN_PROCESS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "logprobs": 2},
     "sampled": {"temperature": 0.9, "seed": 5, "logprobs": 0},
     "samples": {"temperature": 1.0, "seed": 9, "n": 2, "presence_penalty": 0.5, "logprobs": 0},
-    "tool": {"temperature": 0.0, "logprobs": 0},
+    "json": {"temperature": 0.0, "logprobs": 0},
     "stopped": {
         "temperature": 0.8, "seed": 11, "frequency_penalty": 0.3, "repetition_penalty": 1.05, "min_tokens": 180,
         "stop": list("aei "), "include_stop_str_in_output": True, "logprobs": 0,
@@ -280,7 +280,7 @@ def test_in_process_and_through_the_server_the_same_comes_of_it(
 
     async def asked(kind: str, captured: Any, leave_at: int = 0) -> Any:
         message = lives.carried_on[f"cut-{kind}"]
-        fields = {"structured_outputs": StructuredOutputsParams(json=PARAMETERS)} if kind == "tool" else {}
+        fields = {"structured_outputs": StructuredOutputsParams(json=PARAMETERS)} if kind == "json" else {}
         params = SamplingParams(
             max_tokens=N_TOKENS,
             ignore_eos=True,
@@ -304,7 +304,7 @@ def test_in_process_and_through_the_server_the_same_comes_of_it(
     for kind, output in on_loop(scenario()).items():
         message = lives.carried_on[f"cut-{kind}"]
         assert {one.index: list(one.token_ids) for one in output.outputs} == message.token_ids, kind
-        assert {one.index: one.text for one in output.outputs} == (message.arguments or message.text), kind
+        assert {one.index: one.text for one in output.outputs} == message.text, kind
         assert {one.index: one.finish_reason for one in output.outputs} == message.finish, kind
         first = output.outputs[0]
         sampled = [entry[token].logprob for token, entry in zip(first.token_ids, first.logprobs, strict=True)]
