@@ -20,8 +20,8 @@ import pytest
 
 from examples.openai_client import HEADER
 from tests.conftest import OnLoop
-from tests.engine_runs import abort_after, capturing, greedy
 from tests.engine_runs import ask as ask_engine
+from tests.engine_runs import capturing, greedy, put_cut
 from tests.job_processes import wait_until
 from tests.server_clients import (
     CHAT,
@@ -40,6 +40,7 @@ from tests.server_clients import (
 )
 from tests.server_process import ServerProcess, many_processes, one_process, serving
 from vllm_hooks.capture import drain
+from vllm_hooks.siblings import sibling_ids, sibling_params
 
 FLUSH = 64
 ADA, BOB = "key-of-ada", "key-of-bob"
@@ -278,28 +279,30 @@ def test_in_process_and_through_the_server_the_same_comes_of_it(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    async def asked(kind: str, captured: Any, leave_at: int = 0) -> Any:
-        message = lives.carried_on[f"cut-{kind}"]
+    def asked(kind: str) -> tuple[Any, Any]:
         fields = {"structured_outputs": StructuredOutputsParams(json=PARAMETERS)} if kind == "json" else {}
-        params = SamplingParams(
-            max_tokens=N_TOKENS,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,  # all samples in one output
-            **IN_PROCESS[kind],
-            **fields,
-        )
-        if leave_at:
-            return await abort_after(captured, message.prompt_ids or TEXT["prompt"], params, kind, leave_at)
-        return await drain(captured.generate(message.prompt_ids or TEXT["prompt"], params, kind))
+        final = RequestOutputKind.FINAL_ONLY  # all samples in one output
+        params = SamplingParams(max_tokens=N_TOKENS, ignore_eos=True, output_kind=final, **IN_PROCESS[kind], **fields)
+        return lives.carried_on[f"cut-{kind}"].prompt_ids or TEXT["prompt"], params
+
+    calls = {}  # each sample is a call of its own, by the name that it has in the store
+    for kind in IN_PROCESS:
+        prompt, params = asked(kind)
+        names = sibling_ids(kind, params.n) if params.n > 1 else [kind]
+        calls |= {name: (prompt, sibling_params(params, at)) for at, name in enumerate(names)}
 
     async def scenario() -> dict[str, Any]:
-        async with capturing(engine, quick_path, flush=FLUSH) as (captured, _):
-            await asyncio.gather(*(asked(kind, captured, 20 + 20 * at) for at, kind in enumerate(IN_PROCESS)))
-        async with capturing(engine, quick_path, flush=FLUSH) as (captured, session):
-            outputs = await asyncio.gather(*(asked(kind, captured) for kind in IN_PROCESS))
-            assert session.counters.calls_restored == len(IN_PROCESS) + 1  # one of them is two samples
-            assert not session.unresumable.restart_only
-        return dict(zip(IN_PROCESS, outputs, strict=True))
+        async with capturing(engine, quick_path / "uncut", flush=FLUSH) as (captured, _):
+            answers = await asyncio.gather(*(ask_engine(captured, *call, name) for name, call in calls.items()))
+        cuts = range(30, 30 + 20 * len(calls), 20)
+        async with capturing(engine, quick_path / "cut", flush=FLUSH) as (_, session):
+            for (name, (_, params)), whole, cut in zip(calls.items(), answers, cuts, strict=True):
+                await put_cut(session, engine, name, params, whole, 0, cut)
+        async with capturing(engine, quick_path / "cut", flush=FLUSH) as (captured, session):
+            streams = {kind: captured.generate(*asked(kind), kind) for kind in IN_PROCESS}
+            outputs = await asyncio.gather(*map(drain, streams.values()))
+            assert session.counters.tokens_captured == sum(len(one.token_ids) for one in answers) - sum(cuts)
+        return dict(zip(streams, outputs, strict=True))
 
     for kind, output in on_loop(scenario()).items():
         message = lives.carried_on[f"cut-{kind}"]
