@@ -210,20 +210,23 @@ class Compactor:
         return found
 
     def _records(self, info: SegmentInfo, wanted: set[int]) -> dict[int, Record]:
-        """Records by index: of the batches that hold what is wanted, or of all, where that is about as much to read."""
+        """The wanted records, as far as they are there, by index.
+
+        Read are the batches that hold them, or the whole segment, where that is about as much.
+        """
         batches = {compaction.batch_of(info, index) for index in wanted}
         nbytes = sum(info.batches[batch].length for batch in batches)
         if 2 * nbytes >= info.nbytes:
             self.counters.nbytes_read += info.nbytes
             data = self._store.get(info.key, 0, info.nbytes + 1)
-            return dict(enumerate(self._codec.decode(data, info)))
+            return _some(self._codec.decode(data, info), 0, wanted)
         self.counters.nbytes_read += nbytes
         found: dict[int, Record] = {}
         first = 0
         for number, batch in enumerate(info.batches):
             if number in batches:
                 data = self._store.get(info.key, batch.offset, batch.offset + batch.length)
-                found |= enumerate(self._codec.decode_batch(data, info, number), start=first)
+                found |= _some(self._codec.decode_batch(data, info, number), first, wanted)
             first += batch.n_records
         return found
 
@@ -291,3 +294,8 @@ def _moves(parts: Sequence[Part], owners: Sequence[Part], placed: Sequence[Coord
         elif isinstance(at, OpenedAt):
             opened[id(part)] = at.identity.opened
     return [Move(part, tuple(chunks[id(part)]), opened.get(id(part))) for part in parts]
+
+
+def _some(records: Sequence[Record], first: int, wanted: set[int]) -> dict[int, Record]:
+    """Those that are wanted of records whose indexes begin with `first`. A record is made when it is looked at."""
+    return {index: records[index - first] for index in wanted if first <= index < first + len(records)}
