@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from recovery import log
@@ -135,3 +136,16 @@ def walk_back(store: ObjectStore, tail: int) -> Iterator[Read | Damaged]:
             continue
         later = read.slot
         yield read
+
+
+def kept_snapshots(store: ObjectStore, tail: int) -> Iterator[Slot]:
+    """Slots of snapshots that no `forget` names, newest first. What cannot be read is left out; a restore tells it."""
+    forgotten: set[int] = set()
+    for read in walk_back(store, tail):
+        if not isinstance(read, Read):
+            continue
+        if read.slot.kind == "forget":
+            with suppress(Damaged):
+                forgotten |= log.forgotten_by(read.slot)
+        elif read.slot.kind == "snapshot" and read.slot.seq not in forgotten:
+            yield read.slot

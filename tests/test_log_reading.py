@@ -10,12 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery import log
-from recovery.errors import CredentialsRefused, Fenced, NotFoundOrRefused, ObjectMissing
+from recovery.codec import fingerprint
+from recovery.errors import CredentialsRefused, Fenced, FingerprintMismatch, NotFoundOrRefused, ObjectMissing
 from recovery.log import Slot
-from recovery.log_reading import Read, find_tail, read_slot, slot_exists, walk_back
+from recovery.log_reading import Read, find_tail, kept_snapshots, read_slot, slot_exists, walk_back
 from storage_backends.memory import MemoryStore
 from storage_backends.testing.faults import CountingStore, Verb, Wrapped
+from tests.lives import worked
 from tests.log_stores import all_slots, claimed, damaged_store
+from tests.plain_codecs import PlainLedgers
+from vllm_hooks.opening import refuse_foreign
 
 # ---- finding the tail ------------------------------------------------------------------------------------------
 
@@ -183,3 +187,30 @@ def test_a_slot_that_was_replaced_is_found_by_its_successor() -> None:
     walked = list(walk_back(store, 6))
     assert [isinstance(read, Read) for read in walked] == [True, True, True, False, True, True]
     assert "is not the one that slot 4 was written after" in str(walked[3])
+
+
+def test_what_was_forgotten_is_no_snapshot_of_the_store() -> None:
+    """Nor does a forget slot that says nothing sound take any away."""
+    store = MemoryStore()
+    one = claimed(store)
+    kinds = ("snapshot", "snapshot", "pin", "snapshot", "snapshot")
+    first, second, _, third, fourth = (one.append(kind, {"fingerprint": kind}).seq for kind in kinds)
+    assert [slot.seq for slot in kept_snapshots(store, find_tail(store))] == [fourth, third, second, first]
+    one.append("forget", {"snapshots": [second, fourth]})
+    one.append("forget", {"snapshots": ["third"]})
+    assert [slot.seq for slot in kept_snapshots(store, find_tail(store))] == [third, first]
+    store.delete(log.slot_key(third))
+    assert [slot.seq for slot in kept_snapshots(store, find_tail(store))] == [first]
+
+
+def test_a_forgotten_snapshot_does_not_make_the_store_this_jobs() -> None:
+    """It is refused before anything is claimed: what is left belongs to another job."""
+    store = MemoryStore()
+    worked(store, n_snapshots=2, keep=3)
+    mine = {"model": "mine"}
+    one = claimed(store, "again")
+    slot = one.append("snapshot", {"fingerprint": fingerprint(mine)})
+    refuse_foreign(store, PlainLedgers(), mine, "auto")
+    one.append("forget", {"snapshots": [slot.seq]})
+    with pytest.raises(FingerprintMismatch):
+        refuse_foreign(store, PlainLedgers(), mine, "auto")

@@ -27,7 +27,7 @@ from recovery.config import CheckpointingConfig
 from recovery.errors import Damaged
 from recovery.layout import SEGMENTS
 from recovery.log import Slot
-from recovery.log_reading import Read, find_tail, walk_back
+from recovery.log_reading import find_tail, kept_snapshots
 from recovery.origin import refuse_unfinished_import
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec, Staging
 from recovery.publication import Publication
@@ -164,11 +164,10 @@ def refuse_foreign(store: ObjectStore, ledgers: LedgerCodec, must: Mapping[str, 
         return
     refuse_unfinished_import(store)
     newest: Slot | None = None
-    for read in walk_back(store, find_tail(store)):
-        if isinstance(read, Read) and read.slot.kind == "snapshot":
-            if read.slot.body.get("fingerprint") == fingerprint(must):
-                return
-            newest = newest or read.slot
+    for slot in kept_snapshots(store, find_tail(store)):
+        if slot.body.get("fingerprint") == fingerprint(must):
+            return
+        newest = newest or slot
     if newest is not None:
         with contextlib.suppress(Damaged):  # then there is nothing to compare with; the restore says what is wrong
             check_fingerprint(load(store, ledgers, Snapshot.from_slot(newest)), must)

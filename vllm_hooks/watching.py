@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from recovery.log_reading import Read, walk_back
+from recovery.log_reading import kept_snapshots
 from recovery.ports import Listed, ObjectStore, Put
 from recovery.snapshots import Snapshot
 
@@ -57,11 +57,10 @@ def watched(store: ObjectStore, tail: int, reading: Reading | None) -> ObjectSto
     """The store to restore from: the same, or one that tells `reading`."""
     if reading is None:
         return store
-    for read in walk_back(store, tail):
-        if isinstance(read, Read) and read.slot.kind == "snapshot":
-            counts = read.slot.body.get("counts")
-            stated = counts.get("nbytes") if isinstance(counts, dict) else None
-            if type(stated) is int:
-                reading.expect(stated + Snapshot.from_slot(read.slot).ledger.nbytes)
-            break
+    newest = next(kept_snapshots(store, tail), None)
+    if newest is not None:
+        counts = newest.body.get("counts")
+        stated = counts.get("nbytes") if isinstance(counts, dict) else None
+        if type(stated) is int:
+            reading.expect(stated + Snapshot.from_slot(newest).ledger.nbytes)
     return WatchedStore(store, reading)

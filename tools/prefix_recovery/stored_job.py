@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from prefix_recovery import changes
 from prefix_recovery.job_here import JobHere
@@ -20,8 +21,7 @@ from recovery.adoption import adopt
 from recovery.codec import fingerprint
 from recovery.errors import Damaged, FormatNotUnderstood, NoStore
 from recovery.ledger import Entry, Ledger
-from recovery.log import forgotten_by
-from recovery.log_reading import Read, find_tail, walk_back
+from recovery.log_reading import find_tail, kept_snapshots
 from recovery.model import Request
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.reading import read_transcripts
@@ -43,7 +43,7 @@ def check_stored(store: ObjectStore, choice: Choice, job: Callable[[], JobHere])
     except NoStore:
         return None
     tail, ledgers, segments = find_tail(store), ledger_codec(), segment_codec()
-    if not any(isinstance(read, Read) and read.slot.kind == "snapshot" for read in walk_back(store, tail)):
+    if next(kept_snapshots(store, tail), None) is None:
         return None
     here = job()
     refuse_foreign(store, ledgers, here.must, choice)
@@ -73,17 +73,8 @@ def asked(store: ObjectStore, segments: SegmentCodec, ledger: Ledger, entry: Ent
 
 def _taken(store: ObjectStore, ledgers: LedgerCodec, tail: int, choice: Choice, job: str) -> Loaded | None:
     """The newest snapshot of this job whose ledger can be read, or the one that was named."""
-    forgotten: set[int] = set()
-    for read in walk_back(store, tail):
-        if not isinstance(read, Read):
-            continue
-        try:
-            if read.slot.kind == "forget":
-                forgotten |= forgotten_by(read.slot)
-            elif read.slot.kind == "snapshot" and read.slot.seq not in forgotten:
-                wanted = read.slot.seq == choice if isinstance(choice, int) else True
-                if wanted and read.slot.body.get("fingerprint") == job:
-                    return load(store, ledgers, Snapshot.from_slot(read.slot))
-        except (Damaged, FormatNotUnderstood):
-            continue
+    for slot in kept_snapshots(store, tail):
+        if (slot.seq == choice or not isinstance(choice, int)) and slot.body.get("fingerprint") == job:
+            with suppress(Damaged, FormatNotUnderstood):
+                return load(store, ledgers, Snapshot.from_slot(slot))
     return None
