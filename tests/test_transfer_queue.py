@@ -7,6 +7,7 @@ One Ray and one queue for the file; the test that kills the queue leaves none, a
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from prefix_recovery.processes import descendants
 from recovery.calls import CallTable
 from recovery.config import CheckpointingConfig
 from recovery.errors import ConfigError, StoreUnavailable
@@ -30,9 +32,11 @@ from storage_backends import open_store
 from storage_backends.codecs import MixedSegmentCodec
 from storage_backends.stagings import CheckedStaging
 from storage_backends.testing.stagings import StagingConformance
-from storage_backends.transfer_queue import FIELD, UNIT, QueueRows, start_queue
+from storage_backends.transfer_queue import FIELD, QueueRows, start_queue
 from tests.fakes import V0, SeededEntropy, name, request
+from tests.job_processes import name_of
 from tests.queued_lives import kill_a_worker, kill_the_coordinator, one_after_another, played
+from tests.ray_jobs import kill
 from vllm_hooks.opening import staging_for
 
 pytestmark = pytest.mark.timeout(900)
@@ -180,7 +184,13 @@ def test_w1_what_a_process_staged_outlives_its_sigkill(tmp_path: Path, a_ray: An
     assert list(staging.staged("seg/")) == []
 
 
-def test_a_queue_whose_unit_and_then_its_controller_die_costs_no_token(queue: Any, a_ray: Any, tmp_path: Path) -> None:
+def end_process(kind: str) -> None:
+    """SIGKILL to an actor of this process's Ray; on return it is gone. (`ray.kill` returns while it still answers.)"""
+    (one,) = (child for child in descendants(os.getpid()) if name_of(child.pid).startswith(kind))
+    kill(one)
+
+
+def test_a_queue_whose_unit_and_then_its_controller_die_costs_no_token(queue: Any, tmp_path: Path) -> None:
     """The package's own answers are ten minutes, and none at all: the adapter's deadline is what counts."""
     store, codec = open_store(str(tmp_path / "store"), create=True), MixedSegmentCodec("arrow")
     table = CallTable()
@@ -199,7 +209,7 @@ def test_a_queue_whose_unit_and_then_its_controller_die_costs_no_token(queue: An
     assert one.counters.waited == 1 and store.list("seg/") == []
     one._staging._rows._answer_s = 2.0  # type: ignore[union-attr]
     try:
-        a_ray.kill(a_ray.get_actor(UNIT))
+        end_process("ray::SimpleStor")
         flush(one, 1)
         assert isinstance(one.counters.staging_error, StoreUnavailable)
         impatient = QueueRows(partition, answer_s=60.0)
@@ -208,7 +218,7 @@ def test_a_queue_whose_unit_and_then_its_controller_die_costs_no_token(queue: An
         found = salvage(CheckedStaging(impatient), open_store("memory://nothing-of-it"), "seg/")
         assert found.segments == 0 and (found.error is not None or found.unreadable), "and their rows are lost"
 
-        a_ray.kill(a_ray.get_actor("TransferQueueController", namespace="transfer_queue"))
+        end_process("ray::TransferQu")
         with pytest.raises(StoreUnavailable, match="no answer within"):
             impatient.keys()
         one.published()
