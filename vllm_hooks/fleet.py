@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_UNDO_TIMEOUT_S = 10.0
+UNDO_TIMEOUT_S = 10.0
+"""What takes a snapshot back is waited for so long."""
 
 
 class LoopFleet:
@@ -52,7 +53,7 @@ class LoopFleet:
         self._on_loop(acquire, timeout_s)
 
     def release_hold(self) -> None:
-        self._on_loop(self._release, _UNDO_TIMEOUT_S, undo=True)
+        self._on_loop(self._release, UNDO_TIMEOUT_S, undo=True)
 
     def _release(self) -> None:
         hold, self._hold = self._hold, None
@@ -64,7 +65,7 @@ class LoopFleet:
         self._on_loop(self._session.barriers.raise_fence, timeout_s)
 
     def lower_fence(self) -> None:
-        self._on_loop(self._session.barriers.lower_fence, _UNDO_TIMEOUT_S, undo=True)
+        self._on_loop(self._session.barriers.lower_fence, UNDO_TIMEOUT_S, undo=True)
 
     def prepare(self, timeout_s: float) -> Mapping[str, bytes]:
         def states_now() -> Mapping[str, bytes]:
@@ -79,7 +80,7 @@ class LoopFleet:
     def resume(self, published: bool) -> None:
         if published:
             self._session.stager.published()
-        self._on_loop(lambda: self._session.participants.resume(published), _UNDO_TIMEOUT_S, undo=True)
+        self._on_loop(lambda: self._session.participants.resume(published), UNDO_TIMEOUT_S, undo=True)
 
     def cut(self, timeout_s: float) -> None:
         session = self._session

@@ -1,7 +1,7 @@
 """The pull capture: reading the front end's own per-request state at a cut, instead of having every token delivered.
 
 Owns: which of vLLM's semi-private attributes are read (the same that vLLM's own RL router reads), and what was taken.
-Does not know: buffers, stores; session.py decides when to read.
+Does not know: buffers, stores; capturing.py decides when to read.
 
 A FINAL_ONLY caller's request then costs nothing per token; the wrapper capture would have to stream it.
 

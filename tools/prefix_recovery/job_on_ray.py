@@ -86,7 +86,7 @@ class RunOnRay(Run):
         ledger = await link.ask("everything")
         workers.start(link)
         stored = RemoteStored(config, link, ledger)
-        session = RemoteSession(link, workers, stored, block.grace_s, self._wanted)
+        session = RemoteSession(link, workers, stored, self._wanted)
         tokens = 0
 
         def count(name: str, n_tokens: int) -> None:

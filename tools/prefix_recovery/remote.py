@@ -132,12 +132,11 @@ class RemoteSession:
     capturing = True
 
     def __init__(
-        self, link: CoordinatorLink, workers: Workers, stored: RemoteStored, grace_s: float, wanted: WantedWorkers
+        self, link: CoordinatorLink, workers: Workers, stored: RemoteStored, wanted: WantedWorkers
     ) -> None:
         self._wanted = wanted
         self._link = link
         self._workers = workers
-        self._grace_s = grace_s
         self.stored = stored
         self.source_digests: Mapping[str, str] = {}
         self.version = PolicyVersion()

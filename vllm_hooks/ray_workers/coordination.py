@@ -31,7 +31,7 @@ from recovery.compactor import Compactor
 from recovery.config import CheckpointingConfig
 from recovery.coordinator import Attempt, Coordinator, InOneThread
 from recovery.errors import Fenced, FingerprintMismatch, InputError, ProgramError, RecoveryError
-from recovery.layout import SEGMENTS, segment_position
+from recovery.layout import segment_position, segments_of
 from recovery.ledger import Entry, Ledger
 from recovery.log_reading import find_tail
 from recovery.model import OPEN, CallId
@@ -270,7 +270,7 @@ class Coordination:
             at = segment_position(key)
             return at is not None and at.flush > self._fleet.known(at.writer)
 
-        return salvage(staging, self.opened.store, f"{SEGMENTS}e{self.epoch:06d}/{worker}.", unknown)
+        return salvage(staging, self.opened.store, segments_of(self.epoch, f"{worker}."), unknown)
 
     # ---- the driver --------------------------------------------------------------------------------------------
 
@@ -366,7 +366,7 @@ def stored_by(store: ObjectStore, segments: SegmentCodec, epoch: int, worker: Wo
     What cannot be read is left: what came after it does not fit the ledger, and is generated again.
     """
     found = []
-    for item in store.list(f"{SEGMENTS}e{epoch:06d}/{worker}."):
+    for item in store.list(segments_of(epoch, f"{worker}.")):
         at = segment_position(item.key)
         if at is None or at.flush <= known(at.writer):
             continue

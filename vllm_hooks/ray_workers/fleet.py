@@ -26,9 +26,8 @@ from recovery.coordinates import ChunkAt
 from recovery.errors import EngineDead, Fenced, RecoveryError, SnapshotAbandoned
 from recovery.model import CallId
 from recovery.staging import Staged
+from vllm_hooks.fleet import UNDO_TIMEOUT_S
 from vllm_hooks.ray_workers.messages import Ask, Cut, Gone, WorkerId
-
-UNDO_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
