@@ -342,16 +342,21 @@ def test_a_damaged_mark_says_what_to_do(verb: str, run: Run, disk: Callable[[Obj
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_there_is_no_store(verb: str, run: Run, tmp_path: Path) -> None:
-    """A path that does not exist, a folder that holds none, a file."""
+    """A path that does not exist, a folder that holds none, one with a job's config in it, a file, no config."""
     (tmp_path / "folder").mkdir()
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "job.yaml").write_bytes(b"")
     (tmp_path / "file").write_bytes(b"")
-    make = "`prefix-recovery run CONFIG` makes a store"
-    for name in ("missing", "folder", "file"):
+    for name, what, hint in (
+        ("missing", "store at", "`prefix-recovery run CONFIG` makes a store"),
+        ("folder", "store at", "`prefix-recovery run CONFIG` makes a store"),
+        ("job", "store at", "" if verb == "list" else f"give the job's config: {tmp_path / 'job' / 'job.yaml'}"),
+        ("file", "store at", "give the store's own folder or address, or the config of its job"),
+        ("job.yaml", "file", "give a job's config, or a store's folder or address"),
+    ):
         ran = run(*(str(tmp_path / name) if word == "STORE" else word for word in VERBS[verb]))
         assert (ran.code, ran.out) == (10, ""), ran
-        assert (
-            ran.err.startswith("error: there is no store at ") and str(tmp_path / name) in ran.err and make in ran.err
-        )
+        assert ran.err.startswith(f"error: there is no {what} {tmp_path / name}") and hint in ran.err, ran
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "list"])

@@ -131,9 +131,7 @@ class RemoteSession:
 
     capturing = True
 
-    def __init__(
-        self, link: CoordinatorLink, workers: Workers, stored: RemoteStored, wanted: WantedWorkers
-    ) -> None:
+    def __init__(self, link: CoordinatorLink, workers: Workers, stored: RemoteStored, wanted: WantedWorkers) -> None:
         self._wanted = wanted
         self._link = link
         self._workers = workers
