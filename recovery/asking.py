@@ -6,7 +6,8 @@ Does not know: other participants, what a state is for, the event loop.
 Invariants:
 1. Nobody but who asked waits for a method, and nobody waits beyond its deadline, which counts from its start.
 2. A thread cannot be killed: what is overdue stays in its thread, and until it returns nothing else is called.
-3. What the participant raises, be it SystemExit, is its answer; it never ends anybody else's thread.
+3. What the participant raises, be it SystemExit, is its answer; it never ends anybody else's thread. Nor does what it
+   says of itself: its words are kept short, and an exception that cannot be put in words is named by its type.
 """
 
 from __future__ import annotations
@@ -21,6 +22,19 @@ from recovery.ports import Clock, Participant
 
 BLOB_BYTES_MAX = 16 << 20
 """Of one participant's state: it is written with every snapshot in which it changed."""
+
+
+WORDS_MAX = 500
+"""Letters of what a participant raised."""
+
+
+def words_of(raised: BaseException) -> str:
+    """What it says, shortened; its type if it cannot say it."""
+    try:
+        said = str(repr(raised))
+    except BaseException:
+        return f"{type(raised).__name__} (its text cannot be made)"
+    return said if len(said) <= WORDS_MAX else f"{said[:WORDS_MAX]}… ({len(said)} letters)"
 
 
 @dataclass(slots=True)
@@ -57,6 +71,7 @@ class Asked:
         self._method = ""
         self._answer: object = None
         self._raised: BaseException | None = None
+        self._under_way = False
         self.due = 0.0
         """When what is under way is overdue, on the clock."""
         self.name = participant.name
@@ -65,6 +80,14 @@ class Asked:
     @property
     def state(self) -> State:
         return self._membership.state
+
+    @property
+    def under_way(self) -> str:
+        """The method that one of its threads is in, also after it has left; empty if there is none."""
+        return self._method if self._under_way else ""
+
+    def is_of(self, participant: Participant) -> bool:
+        return self._participant is participant
 
     def restore(self, state: bytes, rewound: bool) -> BaseException | None:
         """Have it take up its state; blocks. Returns what it raised, a TimeoutError at the deadline, or None."""
@@ -100,10 +123,10 @@ class Asked:
                 return self._fault(f"did not prepare within {self._timeout_s:g} s")
             if self.state is State.OUT:
                 return None
-            if self.state is not State.PREPARED or not isinstance(self._answer, bytes):
+            if self.state is not State.PREPARED or type(self._answer) is not bytes:
                 self.faults.prepares_raised += 1
                 gave = f"gave {type(self._answer).__name__} for its state, not bytes"
-                return self._fault(gave if self._raised is None else f"could not prepare: {self._raised!r}")
+                return self._fault(gave if self._raised is None else f"could not prepare: {words_of(self._raised)}")
             if len(self._answer) > BLOB_BYTES_MAX:
                 self.faults.too_large += 1
                 return self._fault(f"has a state of {len(self._answer)} bytes; at most {BLOB_BYTES_MAX} are allowed")
@@ -136,7 +159,7 @@ class Asked:
                 self._call("commit", lambda: self._participant.commit(False))
 
     def _call(self, method: str, work: Callable[[], object]) -> None:
-        self._method, self.due = method, self._clock.monotonic() + self._timeout_s
+        self._method, self.due, self._under_way = method, self._clock.monotonic() + self._timeout_s, True
         threading.Thread(target=self._run, args=(work,), name=f"{self.name} {method}", daemon=True).start()
 
     def _run(self, work: Callable[[], object]) -> None:
@@ -147,10 +170,10 @@ class Asked:
         except BaseException as error:
             raised = error
         with self._changed:
-            self._answer, self._raised = answer, raised
+            self._answer, self._raised, self._under_way = answer, raised, False
             if raised is not None and self.state is State.TELLING:
                 self.faults.commits_raised += 1
-                self._fault(f"raised when it was told how a snapshot ended: {raised!r}")
+                self._fault(f"raised when it was told how a snapshot ended: {words_of(raised)}")
             effect = self._membership.on(Event.RETURNED if raised is None else Event.RAISED)
             self._changed.notify_all()
             self._do(effect)

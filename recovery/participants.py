@@ -22,7 +22,7 @@ import re
 import threading
 from collections.abc import Mapping
 
-from recovery.asking import Asked, Faults
+from recovery.asking import Asked, Faults, words_of
 from recovery.blobs import packed, unpacked
 from recovery.errors import InputError, ParticipantFailed, ProgramError, RecoveryError, SnapshotAbandoned
 from recovery.membership import State
@@ -44,6 +44,8 @@ class Participants:
         self._all: list[LoopParticipant] = []
         self._changed = threading.Condition()
         self._joined: dict[str, Asked] = {}
+        self._left: list[Asked] = []
+        """Those that have left and may still be in a method."""
         self._given: frozenset[str] = frozenset()
 
     # ---- those that may wait: from any thread but the loop's ---------------------------------------------------
@@ -57,11 +59,24 @@ class Participants:
             running: it has a state of its own by now (a coordinator of other processes has taken another's place), and
                 takes none up. Until it has given it, what the store has of it stays in every snapshot.
 
-        Raises InputError for a name that cannot be used, Damaged for a stored state that does not match its digest,
-        and ParticipantFailed if it did not take its state up in time; the state then stays in every snapshot.
+        Raises InputError for a name, a time or an object that cannot be used, Damaged for a stored state that does not
+        match its digest, and ParticipantFailed if it did not take its state up in time; the state then stays in every
+        snapshot.
         """
         name = PREFIX + one.name
+        if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+            raise InputError(
+                f"the participant {one.name!r:.80} is given {timeout_s!r} s for a method",
+                hint="give it a number of seconds above 0",
+            )
         with self._changed:
+            self._left = [left for left in self._left if left.under_way]
+            for left in self._left:
+                if left.is_of(one):
+                    raise InputError(
+                        f"the participant {one.name!r:.80} has left, and is still in {left.under_way}",
+                        hint="let it return first, or join with another object",
+                    )
             if not _NAME.fullmatch(one.name) or name in self._joined:
                 why = "is taken" if name in self._joined else "is not 1 to 64 of a-z 0-9 . _ -"
                 raise InputError(f"the participant's name {one.name!r:.80} {why}", hint="give it another name")
@@ -76,7 +91,7 @@ class Participants:
             if raised is not None:
                 self._joined.pop(name, None)
                 raise ParticipantFailed(
-                    f"participant {one.name!r} did not take up its state: {raised!r}",
+                    f"participant {one.name!r} did not take up its state: {words_of(raised)}",
                     hint="mend it and run again; what the store has of it stays in every snapshot",
                 ) from raised
 
@@ -87,6 +102,8 @@ class Participants:
             asked = self._joined.pop(PREFIX + name, None)
         if asked is not None:
             asked.leave()
+            with self._changed:
+                self._left.append(asked)
 
     @property
     def faults(self) -> dict[str, Faults]:

@@ -15,7 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from recovery.errors import InputError
 from recovery.model import CallId
+
+PLACES = 1 << 32
+"""Turns of a rollout, and model calls of a turn, that the ledger can tell apart."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -24,6 +28,14 @@ class Place:
 
     turn: int
     model_call: int
+
+    def __post_init__(self) -> None:
+        for name in ("turn", "model_call"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value < PLACES:
+                raise InputError(
+                    f"the {name} of a trajectory is {value!r:.80}", hint=f"it counts from 0, below {PLACES}"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,9 +245,19 @@ def test_one_that_raises_in_commit_is_counted_and_asked_again(world: World) -> N
     assert world.take().verdict is Verdict.PUBLISHED
 
 
+class Mislength(bytes):
+    def __len__(self) -> int:
+        return 3
+
+
 @pytest.mark.parametrize(
     ("state", "problem"),
-    [(None, "gave NoneType for its state"), ("text", "gave str"), (b"12345", "state of 5 bytes; at")],
+    [
+        (None, "gave NoneType for its state"),
+        ("text", "gave str"),
+        (b"12345", "state of 5 bytes; at"),
+        (Mislength(b"12345"), "gave Mislength"),
+    ],
 )
 def test_a_state_that_cannot_be_stored(world: World, state: Any, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "BLOB_BYTES_MAX", 4)
@@ -321,6 +331,61 @@ def test_a_state_nobody_took_up_is_dropped_when_its_owner_has_ended(world: World
     later.parts.leave("ended")
     assert later.take().verdict is Verdict.PUBLISHED and later.stored() == {}
     later.life.close()
+
+
+class Unspeakable(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("no words")
+
+
+class LongWinded(Exception):
+    def __repr__(self) -> str:
+        return "x" * 10_000_000
+
+
+@pytest.mark.parametrize("method", ["prepare", "commit"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(Unspeakable(), "Unspeakable (its text cannot be made)"), (LongWinded(), "x… (10000000 letters)")],
+    ids=["unspeakable", "long"],
+)
+def test_what_is_raised_need_not_be_fit_to_print(world: World, method: str, error: Exception, said: str) -> None:
+    """It is one fault of one participant: the session goes on, and the next snapshot asks it again."""
+    bad = Agent("bad")
+    world.parts.join(bad, PATIENCE_S)
+    bad.raises = {method: error}
+    assert world.take().verdict is (Verdict.ABANDONED if method == "prepare" else Verdict.PUBLISHED)
+    wait_for("it to have raised", lambda: world.parts.faults["bad"].in_a_row == 1 and idle(world.parts))
+    text = str(world.parts.faults["bad"].error)
+    assert said in text and len(text) < 1000
+    bad.raises = {}
+    assert world.take().verdict is Verdict.PUBLISHED
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_time_that_is_none(world: World, timeout_s: float) -> None:
+    for _ in range(2):  # and the name is not taken by it
+        with pytest.raises(InputError, match=r"is given .* s for a method"):
+            world.parts.join(Agent(), timeout_s)
+
+
+def test_one_that_left_in_the_middle_of_a_method_does_not_join_again_before_it_returns(world: World) -> None:
+    """Else two of its methods would be under way at once."""
+    hangs = Agent("hangs")
+    hangs.hangs = "commit"
+    world.parts.join(hangs, PATIENCE_S)
+    assert world.take().verdict is Verdict.PUBLISHED
+    assert hangs.inside.wait(PATIENCE_S)
+    world.parts.leave("hangs")
+    with pytest.raises(InputError, match="is still in commit"):
+        world.parts.join(hangs, PATIENCE_S)
+    world.parts.join(Agent("hangs"), PATIENCE_S)  # another object of this name is another matter
+    world.parts.leave("hangs")
+    hangs.go_on.set()
+    wait_for("it to return", lambda: hangs.told == [True])
+    wait_for("its thread to have ended", lambda: not any(left.under_way for left in world.parts._left))
+    world.parts.join(hangs, PATIENCE_S)
+    assert world.take().verdict is Verdict.PUBLISHED
 
 
 @pytest.mark.parametrize("name", ["", "A", "a/b", "x" * 65, "é"])

@@ -312,6 +312,75 @@ def test_a_worker_that_can_no_longer_follow_a_coordinator_fails() -> None:
     asyncio.run(play())
 
 
+def test_the_newest_coordinator_is_followed_in_whichever_order_it_is_told() -> None:
+    """Ray begins calls of an async actor in any order: an older one that is told last would be asked for ever."""
+    from vllm_hooks.ray_workers.actors import EngineWorker
+
+    async def play() -> None:
+        worker = EngineWorker("w0", lambda: None, CheckpointingConfig(enabled=True, store="s"), {}, False)
+        worker._ready = asyncio.Event()
+        worker._ready.set()
+        worker.session = SimpleNamespace(raise_if_failed=lambda: None, worker="w0-1")  # type: ignore[assignment]
+        for coordinator, number, followed in (("b", 1, "b"), ("a", 0, "b"), ("c", 2, "c"), ("c", 2, "c")):
+            await worker.follow(coordinator, number)
+            assert worker._coordinator == followed
+
+    asyncio.run(play())
+
+
+def test_a_worker_whose_joining_was_answered_too_late_joins_again(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found gone by mistake, it came back; the coordinator counts it as a member of its epoch, and it has to know that.
+
+    Else its calls wait for ever, and every snapshot of all workers is abandoned because it is just joining.
+    """
+    from vllm_hooks.ray_workers import actors
+
+    async def play(world: World) -> None:
+        coordination = await world.coordinate()
+        found_gone, other = await world.worker(), await world.worker()
+        lost = [1]
+
+        async def answer(asked: tuple[Callable[..., Any], tuple[Any, ...]], timeout_s: float) -> Any:
+            method, arguments = asked
+            given = await asyncio.to_thread(method, *arguments)
+            if method == join and lost[0]:
+                lost[0] -= 1
+                raise TimeoutError
+            return given
+
+        def join(joining: Joining, me: object) -> Any:
+            return coordination.join(joining, found_gone.ask)
+
+        here = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(current_actor=None))
+        monkeypatch.setattr(actors, "answer", answer)
+        monkeypatch.setattr(actors, "ray", here)
+        monkeypatch.setattr(actors, "BEAT_S", 0.01)
+        actor: Any = SimpleNamespace(
+            session=found_gone.session,
+            _coordinator=SimpleNamespace(
+                beat=SimpleNamespace(remote=lambda *a: (coordination.beat, a)),
+                join=SimpleNamespace(remote=lambda *a: (join, a)),
+            ),
+            _ready=asyncio.Event(),
+            _fields=(MUST, {}),
+        )
+        actor._join = lambda: actors.EngineWorker._join(actor)
+        before = found_gone.session.worker
+        await asyncio.to_thread(coordination.lost, before)
+        beats = asyncio.create_task(actors.EngineWorker._beat(actor))
+        await until(lambda: not lost[0], "the answer is lost")
+        await until(lambda: found_gone.session.is_member, "it joins again")
+        assert found_gone.session.worker != before
+        assert await world.answers() == reference_answers()
+        assert other.session.is_member
+        await world.snapshot()
+        beats.cancel()
+
+    played(tmp_path, rng, play)
+
+
 def test_two_workers_never_have_one_call(tmp_path: Path, rng: random.Random) -> None:
     async def play(world: World) -> None:
         coordination = await world.coordinate()

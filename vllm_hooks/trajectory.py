@@ -37,10 +37,14 @@ class Trajectory:
     Args:
         engine: what RecoverableEngine(engine, session) gave.
         session: its session.
-        rollout: the name.
+        rollout: the name, a text.
+
+    Raises InputError for what is no name.
     """
 
     def __init__(self, engine: Any, session: Capturing, rollout: str) -> None:
+        if not isinstance(rollout, str) or not rollout or not _is_text(rollout):
+            raise InputError(f"a rollout cannot be named {rollout!r:.80}", hint="give it a text of its own")
         self._engine = engine
         self._session = session
         self.rollout = rollout
@@ -157,3 +161,10 @@ def _of_output(output: Any) -> TrajectoryTokens:
         logprobs=np.full(len(ids), np.nan, np.float32),
         version_spans=(),
     )
+
+
+def _is_text(name: str) -> bool:
+    try:
+        return bool(name.encode())
+    except UnicodeEncodeError:  # a lone surrogate
+        return False

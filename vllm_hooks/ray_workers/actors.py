@@ -184,7 +184,6 @@ class EngineWorker:
         self._config = config
         self._more = must
         self._test = test
-        self._coordinator: Any = None
         self._digests: dict[str, str] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._superseded: set[str] = set()
@@ -193,12 +192,19 @@ class EngineWorker:
         self._beats: asyncio.Task[None] | None = None
         self._ready: asyncio.Event | None = None
         self._retired = False
+        self._coordinator: Any = None
+        self._number = 0
 
     # ---- a coordinator -----------------------------------------------------------------------------------------
 
-    async def follow(self, coordinator: Any) -> WorkerId:
-        """Join this coordinator, now and whenever it was started again. Returns once the worker is a member."""
-        self._coordinator = coordinator
+    async def follow(self, coordinator: Any, number: int) -> WorkerId:
+        """Join this coordinator, now and whenever it was started again. Returns once the worker is a member.
+
+        `number`: the how-manieth coordinator of the job it is. Ray may begin a later call of an actor before an
+        earlier one, and the newest is followed whichever comes last.
+        """
+        if number >= self._number:
+            self._coordinator, self._number = coordinator, number
         if self._ready is None:
             self._ready = asyncio.Event()
             await self._set_up()
@@ -247,7 +253,8 @@ class EngineWorker:
         while True:
             try:
                 epoch = await answer(self._coordinator.beat.remote(session.worker, session.n_captured), ANSWER_S)
-                if epoch is None or epoch != session.epoch:
+                # A member of this epoch that does not know it: the answer was lost. To join twice is to join once.
+                if epoch is None or epoch != session.epoch or not session.is_member:
                     await self._join()
             except (Gone, NotAMember, TimeoutError, Retry, Fenced):
                 pass  # asked again below, or another by then; meanwhile calls go on decoding

@@ -188,7 +188,7 @@ class Workers:
         """Bring a slot's worker in, and again whenever it had to be started anew."""
         while not slot.leaving:
             try:
-                worker: WorkerId = await answer(slot.handle.follow.remote(self._link.handle))
+                worker: WorkerId = await answer(slot.handle.follow.remote(self._link.handle, self._link.number))
             except Gone as error:
                 if "creation task" in str(error):
                     await self._unstarted(slot, error)
@@ -240,7 +240,7 @@ class Workers:
     def _follow_all(self) -> None:
         """Also those that are not up: they were told of the coordinator that there was when they were made."""
         for slot in self._slots:
-            slot.handle.follow.remote(self._link.handle)
+            slot.handle.follow.remote(self._link.handle, self._link.number)
 
     async def _is_gone(self, slot: Slot, worker: WorkerId | None, why: str) -> None:
         """Once for each worker that is gone; whoever finds it out waits here until its calls may go elsewhere."""

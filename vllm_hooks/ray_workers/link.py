@@ -55,6 +55,8 @@ class CoordinatorLink:
         self.silent_s = silent_s
         self._participants: dict[str, tuple[Any, float]] = {}
         self._answers = False
+        self.number = 0
+        """How many stood here before this one."""
         self.handle = self._make(again=False)
         self.figures = Figures(0)
         self.on_replaced: Callable[[], None] = lambda: None
@@ -106,7 +108,7 @@ class CoordinatorLink:
         """Put another coordinator in its place; whatever the old one still does is fenced."""
         old, self._answers = self.handle, False
         self._say(f"the coordinator is replaced: {why}")
-        self.handle = self._make(again=True)
+        self.handle, self.number = self._make(again=True), self.number + 1
         ray.kill(old, no_restart=True)
         self.on_replaced()
 

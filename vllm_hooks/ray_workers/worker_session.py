@@ -94,6 +94,11 @@ class WorkerSession(Capturing):
 
     # ---- which coordinator is followed -------------------------------------------------------------------------
 
+    @property
+    def is_member(self) -> bool:
+        """Whether the followed coordinator's answer to the last `leave` has come."""
+        return self._joined.is_set()
+
     def leave(self) -> dict[CallId, int]:
         """Nobody may claim until `follow`. Returns the live calls, by attempt."""
         self._joined.clear()
