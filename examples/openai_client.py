@@ -26,8 +26,6 @@ import httpx
 import openai
 
 HEADER = "X-Attempt-Id"
-BROKEN = (openai.APIConnectionError, openai.InternalServerError, httpx.TransportError)
-"""What a request raises whose server went away, or is not there yet."""
 
 LOGPROBS = ("content", "refusal", "tokens", "token_logprobs", "top_logprobs", "text_offset")
 """Of a chat, and of a text completion: lists with something for each token."""
@@ -90,11 +88,24 @@ def stream_whole(
                     yield chunk
             if len(finished) >= n_choices:
                 return
-        except BROKEN:
+        except openai.APIError as error:
+            if not _is_broken(error) or time.monotonic() - lost_at > patience_s:
+                raise
+        except httpx.TransportError:
             if time.monotonic() - lost_at > patience_s:
                 raise
         time.sleep(wait_s)
         wait_s = min(2.0, 2 * wait_s)
+
+
+def _is_broken(error: openai.APIError) -> bool:
+    """Whether the server went away, or is not there yet.
+
+    An engine that ends in mid-stream is told as an event of the stream: an APIError with a status in its code.
+    """
+    if isinstance(error, openai.APIConnectionError | openai.InternalServerError):
+        return True
+    return not isinstance(error, openai.APIStatusError) and str(error.code or "").startswith("5")
 
 
 def _n_choices(request: dict[str, Any]) -> int:

@@ -32,8 +32,8 @@ def words_of(raised: BaseException) -> str:
     """What it says, shortened; its type if it cannot say it."""
     try:
         said = str(repr(raised))
-    except BaseException:
-        return f"{type(raised).__name__} (its text cannot be made)"
+    except BaseException as error:
+        return f"{type(raised).__name__} (its text cannot be made: {type(error).__name__})"
     return said if len(said) <= WORDS_MAX else f"{said[:WORDS_MAX]}… ({len(said)} letters)"
 
 

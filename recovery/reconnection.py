@@ -100,13 +100,18 @@ class OtherRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class JustForgotten:
+    """Refused: what the store has of this attempt goes with the next snapshot, and is nobody's until then."""
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """Nobody is expected to ask for this attempt again."""
 
     attempt: str
 
 
-Refusal = OtherOwner | OtherRequest
+Refusal = OtherOwner | OtherRequest | JustForgotten
 Effect = Begin | End | Forget
 
 

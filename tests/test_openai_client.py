@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,3 +129,34 @@ def test_patience_ends() -> None:
 
     with pytest.raises(httpx.RemoteProtocolError):
         list(stream_whole(create, "a", patience_s=5))
+
+
+def _told(code: object) -> openai.APIError:
+    """An error that came as an event of a stream."""
+    request = httpx.Request("POST", "http://server/v1/chat/completions")
+    return openai.APIError("ended", request, body={"message": "ended", "code": code})
+
+
+@pytest.mark.parametrize("code", [500, "500", 503])
+def test_an_engine_that_ends_in_mid_stream_is_a_broken_connection(code: object) -> None:
+    """vLLM tells it as an event of the stream."""
+    asked: list[int] = []
+
+    def create(**_: Any) -> Iterator[Any]:
+        asked.append(1)
+        yield chunk(content="x")
+        if len(asked) == 1:
+            raise _told(code)
+        yield chunk(content="y", finish="stop")
+
+    assert text_of(stream_whole(create, "a")) == "xy" and len(asked) == 2
+
+
+@pytest.mark.parametrize("code", ["attempt_taken_over", 400, None])
+def test_what_the_server_refuses_in_mid_stream_is_final(code: object) -> None:
+    def create(**_: Any) -> Iterator[Any]:
+        yield chunk(content="x")
+        raise _told(code)
+
+    with pytest.raises(openai.APIError):
+        list(stream_whole(create, "a"))

@@ -346,7 +346,7 @@ class LongWinded(Exception):
 @pytest.mark.parametrize("method", ["prepare", "commit"])
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(Unspeakable(), "Unspeakable (its text cannot be made)"), (LongWinded(), "x… (10000000 letters)")],
+    [(Unspeakable(), "Unspeakable (its text cannot be made: ValueError)"), (LongWinded(), "x… (10000000 letters)")],
     ids=["unspeakable", "long"],
 )
 def test_what_is_raised_need_not_be_fit_to_print(world: World, method: str, error: Exception, said: str) -> None:

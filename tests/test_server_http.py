@@ -400,6 +400,28 @@ async def test_an_owner_asks_and_forgets(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_a_forgotten_attempt_is_nobodys_while_the_store_has_it(tmp_path: Path) -> None:
+    """Another key would be told its answer, and a new message under its id be dropped with the next snapshot."""
+    async with served(tmp_path / "s") as one:
+        first = Client(one.app, ASK, x_attempt_id="a", authorization="Bearer ada")
+        one.captured.allow(100)
+        await first.answer()
+        path = "/v1/recovery/attempts/a"
+        done = await Client(one.app, b"", path=path, method="DELETE", authorization="Bearer ada").answer()
+        assert done.status == 200
+        for key in ("ada", "bob"):
+            for _ in range(2):
+                refused = await Client(one.app, ASK, x_attempt_id="a", authorization=f"Bearer {key}").answer()
+                assert (refused.status, refused.code) == (409, "attempt_just_forgotten")
+        one.session.counters.snapshots += 1
+        refused = await Client(one.app, ASK, x_attempt_id="a", authorization="Bearer bob").answer()
+        assert refused.code == "attempt_just_forgotten", "that one may have been cut before"
+        one.session.counters.snapshots += 1
+        again = await Client(one.app, ASK, x_attempt_id="a", authorization="Bearer bob").answer()
+        assert again.status == 200
+
+
+@on_loop
 async def test_a_server_that_may_not_store_says_so_and_serves_the_others(tmp_path: Path) -> None:
     async with served(tmp_path / "s") as one:
         one.session.fail(Fenced("another server has taken the store over"))

@@ -45,7 +45,7 @@ def test_a_running_job_sees_what_is_wanted_once(job: Path, capsys: pytest.Captur
         assert wanted.changed() is None
         capsys.readouterr()
         assert main(["workers", str(job)]) == 0 and capsys.readouterr().out == "3\n"
-        for n in ("0", "-1"):
+        for n in ("0", "-1", "10000"):
             assert main(["workers", str(job), n]) == 2
         assert wanted.changed() is None
         assert said == ["wanted workers: 3 (2 before)"]
@@ -54,7 +54,7 @@ def test_a_running_job_sees_what_is_wanted_once(job: Path, capsys: pytest.Captur
         lock.release()
 
 
-@pytest.mark.parametrize("text", ["", "many", "0", "-3", "2.5", "99999", "٣", "\x00"])
+@pytest.mark.parametrize("text", ["", "many", "0", "-3", "2.5", "99999", "٣", "\x00", "9" * 5000])
 def test_what_is_no_count_changes_nothing_and_is_said_once(job: Path, text: str) -> None:
     said: list[str] = []
     wanted = WantedWorkers(job.parent / "results.jsonl", 2, said.append)
@@ -66,3 +66,19 @@ def test_what_is_no_count_changes_nothing_and_is_said_once(job: Path, text: str)
     assert len(said) == 1 and "no number of workers" in said[0]
     path.unlink()
     assert wanted.changed() is None and len(said) == 1
+
+
+def test_a_mangled_file_is_written_over(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = job.parent / "results.jsonl"
+    lock, said = OutputLock(output), list[str]()
+    lock.acquire()
+    try:
+        wanted = WantedWorkers(output, 2, said.append)
+        output.with_name("results.jsonl.workers").write_text("many\n")
+        assert wanted.changed() is None and len(said) == 1
+        assert main(["workers", str(job)]) == 2 and "no number of workers" in capsys.readouterr().err
+        assert main(["workers", str(job), "3"]) == 0
+        assert wanted.changed() == 3
+    finally:
+        WantedWorkers.none(output)
+        lock.release()

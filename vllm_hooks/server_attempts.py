@@ -20,7 +20,7 @@ from typing import Any
 from recovery.calls import LiveCall
 from recovery.errors import Damaged
 from recovery.model import CallId, Resumed
-from recovery.reconnection import Begin, Claim, Effect, End, Forget, Reconnection, Refusal
+from recovery.reconnection import Begin, Claim, Effect, End, Forget, JustForgotten, Reconnection, Refusal
 from vllm_hooks.server_engine import Serving, attempt_of_name
 from vllm_hooks.session import RecoverySession
 
@@ -47,6 +47,8 @@ class Attempts:
         self._calls: dict[str, dict[CallId, None]] = {}
         self.records: dict[str, str] = {}
         """By the names of calls that are being asked for; see RecoverySession.source_digests."""
+        self._forgotten: dict[str, int] = {}
+        """Attempts whose calls the store may still have: how many snapshots there were when they were forgotten."""
         session.on_left = self._note
         self._do(self._book.restore(self._stored()))
 
@@ -79,7 +81,7 @@ class Attempts:
         """A connection from its arrival to its end, whatever ends it. It may have to wait for its turn."""
         number, made = next(self._numbers), Connection()
         self._connections[number] = made
-        effects = self._book.arrive(claim, number)
+        effects = JustForgotten() if self._is_just_forgotten(claim.attempt) else self._book.arrive(claim, number)
         if not isinstance(effects, list):
             del self._connections[number]
             yield effects
@@ -104,8 +106,18 @@ class Attempts:
                 case End(connection=number):
                     self._connections[number].ended.set()
                 case Forget(attempt=attempt):
+                    self._forgotten[attempt] = self._session.counters.snapshots
                     for call_id in self._calls.pop(attempt, ()):
                         self._session.forget(call_id)
+
+    def _is_just_forgotten(self, attempt: str) -> bool:
+        """Until it is in no snapshot any more: its calls would be found, by whoever asks, and dropped with the next.
+
+        The snapshot after the forgetting may have been cut before it; the one after that was not.
+        """
+        gone = self._session.counters.snapshots - 2
+        self._forgotten = {one: at for one, at in self._forgotten.items() if at > gone}
+        return attempt in self._forgotten
 
     def forget(self, attempt: str) -> bool:
         """Whether it could be forgotten: it is known, and has no connection."""

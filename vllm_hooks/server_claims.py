@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from recovery.reconnection import Claim, OtherOwner, OtherRequest, Refusal
+from recovery.reconnection import Claim, JustForgotten, OtherOwner, OtherRequest, Refusal
 
 HEADER = "x-attempt-id"
 XARG = "attempt_id"
@@ -29,6 +29,8 @@ CAPTURED = ("/v1/chat/completions", "/v1/completions")
 GENERATING = ("/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/inference/v1/generate")
 """Routes that generate, but whose requests are not captured."""
 
+_TRUE = frozenset(("true", "1", "1.0", "t", "yes", "y", "on"))
+"""What vLLM's own model of a request reads as true."""
 _DELIVERY = ("stream", "stream_options", "request_id")
 _ATTEMPT = re.compile(r"[A-Za-z0-9._:@/+=~-]{1,200}")
 _RETRY_MAY_HELP = frozenset((503,))
@@ -146,7 +148,9 @@ def asked_of(body: dict[str, Any]) -> dict[str, Any]:
 
 def is_beam_search(raw: bytes) -> bool:
     """Many short requests of the engine, which are no calls that could be carried on."""
-    return b"use_beam_search" in raw and json.loads(raw).get("use_beam_search") is True
+    if b"use_beam_search" not in raw:
+        return False
+    return str(json.loads(raw).get("use_beam_search")).strip().lower() in _TRUE
 
 
 def refused(refusal: Refusal) -> Refused:
@@ -154,6 +158,13 @@ def refused(refusal: Refusal) -> Refused:
     match refusal:
         case OtherOwner():
             return Refused(403, "attempt_of_another_key", "this attempt id belongs to another API key")
+        case JustForgotten():
+            return Refused(
+                409,
+                "attempt_just_forgotten",
+                "this attempt id was forgotten a moment ago and is free again after the next snapshots; "
+                "ask again then, or send an attempt id of its own",
+            )
         case OtherRequest(fields=fields):
             what = f": {_listed(fields)}" if fields else ""
             return Refused(

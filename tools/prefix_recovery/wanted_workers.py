@@ -20,6 +20,9 @@ from prefix_recovery.processes import Identity
 from recovery.config import JobConfig
 from recovery.errors import ConfigError
 
+WORKERS_MAX = 9999
+_WRITES = "prefix-recovery workers CONFIG N writes it"
+
 
 def _path(output: Path) -> Path:
     return output.with_name(output.name + ".workers")
@@ -60,7 +63,7 @@ class WantedWorkers:
     def _look(self) -> tuple[int, int] | None:
         try:
             found = os.stat(self._path)
-        except FileNotFoundError:
+        except OSError:  # not there, or nothing that can be read: said where it is read
             return None
         return found.st_ino, found.st_mtime_ns
 
@@ -68,20 +71,19 @@ class WantedWorkers:
 def run_workers(config: JobConfig, n: int | None) -> int:
     """Have the running job of `config` grow or shrink to `n` workers; without `n` say how many it should have."""
     output = Path(config.output)
-    have = _read(_path(output)) if _run_lives(output) else None
-    if have is None:
+    if not _run_lives(output) or not os.path.lexists(_path(output)):
         raise ConfigError(
             f"no run on Ray has {output} on this machine",
             hint="set `workers` in the job file and start it; a job in one process (workers: 1) is stopped first: "
             "it goes on where it was",
         )
     if n is None:
-        print(have)
+        print(_read(_path(output)))
         return 0
-    if n < 1:
-        raise ConfigError(f"{n} workers cannot do anything", hint="keep at least one; SIGTERM stops the job")
+    if not 1 <= n <= WORKERS_MAX:
+        raise ConfigError(f"{n} workers are not 1 to {WORKERS_MAX}", hint="keep at least one; SIGTERM stops the job")
     _write(_path(output), n)
-    print(f"wanted workers: {n} ({have} before); the run says what comes of it")
+    print(f"wanted workers: {n}; the run says what comes of it")
     return 0
 
 
@@ -108,9 +110,11 @@ def _read(path: Path) -> int | None:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 9999:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", hint=_WRITES) from error
+    if not text.isascii() or not text.isdigit() or len(text) > 4 or not 1 <= int(text) <= WORKERS_MAX:
         raise ConfigError(
             f"{path}: {text!r:.40} is no number of workers, and changes nothing",
-            hint="prefix-recovery workers CONFIG N writes it",
+            hint=_WRITES,
         )
     return int(text)
