@@ -16,6 +16,7 @@ import pytest
 from recovery.config import CheckpointingConfig
 from recovery.errors import ConfigError, Damaged, Fenced
 from recovery.model import Request
+from recovery.reconnection import Forget
 from recovery.resume import StopRules
 from vllm_hooks import server_claims as claims
 from vllm_hooks.server_attempts import Attempts
@@ -397,6 +398,15 @@ async def test_an_owner_asks_and_forgets(tmp_path: Path) -> None:
         assert (other.status, other.code) == (403, "attempt_of_another_key")
         done = await Client(one.app, b"", path=path, method="DELETE", authorization="Bearer ada").answer()
         assert done.status == 200 and one.attempts.describe("a/1") is None
+
+
+@on_loop
+async def test_an_attempt_of_which_nothing_was_kept_is_free_at_once(tmp_path: Path) -> None:
+    """A request that was refused, say: nobody had it forgotten, and the client asks again under its id."""
+    async with served(tmp_path / "s") as one:
+        one.attempts._do([Forget("a")])
+        one.captured.allow(100)
+        assert (await Client(one.app, ASK, x_attempt_id="a").answer()).status == 200
 
 
 @on_loop

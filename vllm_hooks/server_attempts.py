@@ -48,7 +48,7 @@ class Attempts:
         self.records: dict[str, str] = {}
         """By the names of calls that are being asked for; see RecoverySession.source_digests."""
         self._forgotten: dict[str, int] = {}
-        """Attempts whose calls the store may still have: how many snapshots there were when they were forgotten."""
+        """What owners had forgotten and the store may still have: how many snapshots there were then."""
         session.on_left = self._note
         self._do(self._book.restore(self._stored()))
 
@@ -106,7 +106,6 @@ class Attempts:
                 case End(connection=number):
                     self._connections[number].ended.set()
                 case Forget(attempt=attempt):
-                    self._forgotten[attempt] = self._session.counters.snapshots
                     for call_id in self._calls.pop(attempt, ()):
                         self._session.forget(call_id)
 
@@ -122,6 +121,8 @@ class Attempts:
     def forget(self, attempt: str) -> bool:
         """Whether it could be forgotten: it is known, and has no connection."""
         effects = self._book.forget(attempt)
+        if effects:
+            self._forgotten[attempt] = self._session.counters.snapshots
         self._do(effects)
         return bool(effects)
 
