@@ -233,7 +233,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         ConfigError: with the dotted path, what was found, what is accepted, and the file and line.
     """
     source = os.fspath(path)
-    if "://" in source:
+    if forms.URL.match(source):
         raise ConfigError(
             f"{source} is an address, not a job's file",
             hint="a store does not hold its job: bring config and prompts, and name the store in the config",

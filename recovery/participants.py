@@ -45,7 +45,7 @@ class Participants:
         self._changed = threading.Condition()
         self._joined: dict[str, Asked] = {}
         self._left: list[Asked] = []
-        """Those that have left and may still be in a method."""
+        """Those that have left, or never came to be there, and may still be in a method."""
         self._given: frozenset[str] = frozenset()
 
     # ---- those that may wait: from any thread but the loop's ---------------------------------------------------
@@ -74,7 +74,7 @@ class Participants:
             for left in self._left:
                 if left.is_of(one):
                     raise InputError(
-                        f"the participant {one.name!r:.80} has left, and is still in {left.under_way}",
+                        f"the participant {one.name!r:.80} is none here, and still in {left.under_way}",
                         hint="let it return first, or join with another object",
                     )
             if not _NAME.fullmatch(one.name) or name in self._joined:
@@ -90,6 +90,7 @@ class Participants:
         with self._changed:
             if raised is not None:
                 self._joined.pop(name, None)
+                self._left.append(asked)
                 raise ParticipantFailed(
                     f"participant {one.name!r} did not take up its state: {words_of(raised)}",
                     hint="mend it and run again; what the store has of it stays in every snapshot",
@@ -100,9 +101,8 @@ class Participants:
         with self._changed:
             self._carried.pop(PREFIX + name, None)
             asked = self._joined.pop(PREFIX + name, None)
-        if asked is not None:
-            asked.leave()
-            with self._changed:
+            if asked is not None:
+                asked.leave()
                 self._left.append(asked)
 
     @property

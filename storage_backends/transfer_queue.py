@@ -43,6 +43,9 @@ FIELD = "segment"
 ANSWER_S, NBYTES_PER_S = 10.0, 20 << 20
 """A request is given so long, and longer if it carries much."""
 
+LOOP_S = 5.0
+"""Longer than its time nobody waits either if the package keeps the loop on which a request runs to itself."""
+
 START_S = 120.0
 CPUS = 2
 """Of Ray's, that a queue takes which is started here: one for its controller, one for its one storage unit."""
@@ -144,7 +147,7 @@ class QueueRows:
             async def answer() -> Any:
                 return await asyncio.wait_for(request(), timeout_s)
 
-            return asyncio.run_coroutine_threadsafe(answer(), _loop()).result()
+            return asyncio.run_coroutine_threadsafe(answer(), _loop()).result(timeout_s + LOOP_S)
         except StoreUnavailable:
             raise
         except Exception as error:

@@ -17,7 +17,8 @@ import gc
 import os
 import random
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,28 +112,38 @@ def on_loop() -> Iterator[OnLoop[Any]]:
     loop.close()
 
 
-@pytest.fixture(scope="session")
-def session_engine(tiny_model: Path, on_loop: OnLoop[Any]) -> Iterator[Any]:
-    """The session's AsyncLLM, with the settings that a job gets."""
+@contextmanager
+def engine_of(model: Path, arguments: Mapping[str, Any], on_loop: OnLoop[Any]) -> Iterator[Any]:
+    """An AsyncLLM, started as a job starts one. What that sets in this process's environment is taken back."""
     from prefix_recovery.engine import Engine
 
-    before, others = dict(os.environ), descendants(os.getpid())
-    started = Engine(str(tiny_model), ENGINE)
+    before = dict(os.environ)
+    started = Engine(str(model), arguments)
     os.environ.clear()
     os.environ.update(before)
     tempfile.tempdir = None
-    new = (child for child in descendants(os.getpid()) if child not in others)
-    ours = [child for child in new if name_of(child.pid).startswith("VLLM")]
-    assert ours
-    # A full collection of what vLLM has loaded stops the loop for some hundred tokens of the engine.
-    gc.collect()
-    gc.freeze()
 
     async def close() -> None:
         started.close()
 
-    yield started.llm
-    on_loop(close())
+    try:
+        yield started.llm
+    finally:
+        on_loop(close())
+
+
+@pytest.fixture(scope="session")
+def session_engine(tiny_model: Path, on_loop: OnLoop[Any]) -> Iterator[Any]:
+    """The session's AsyncLLM, with the settings that a job gets."""
+    others = descendants(os.getpid())
+    with engine_of(tiny_model, ENGINE, on_loop) as llm:
+        new = (child for child in descendants(os.getpid()) if child not in others)
+        ours = [child for child in new if name_of(child.pid).startswith("VLLM")]
+        assert ours
+        # A full collection of what vLLM has loaded stops the loop for some hundred tokens of the engine.
+        gc.collect()
+        gc.freeze()
+        yield llm
     left = [identity for identity in ours if identity.alive()]
     assert not left, f"the engine left processes behind: {left}"
 

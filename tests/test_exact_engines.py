@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from recovery.model import PolicyVersion
-from tests.conftest import OnLoop
+from tests.conftest import OnLoop, engine_of
 from tests.engine_runs import (
     PROMPT,
     abort_after,
@@ -36,36 +35,28 @@ BEGINS, ENDS = "hel", "lo!"
 
 @pytest.fixture(scope="module")
 def other_engine(tiny_model: Path, on_loop: OnLoop[Any]) -> Iterator[Any]:
-    from prefix_recovery.engine import Engine, set_environment
+    from prefix_recovery.engine import set_environment
 
     before = dict(os.environ)
     set_environment()
     from vllm.config import ReasoningConfig
 
-    started = Engine(
-        str(tiny_model),
-        {
-            "dtype": "bfloat16",
-            "max_model_len": 512,
-            "max_num_batched_tokens": 64,
-            "max_num_seqs": 32,
-            "block_size": 32,
-            "num_gpu_blocks_override": 40,
-            "scheduling_policy": "priority",
-            "enable_lora": True,
-            "max_lora_rank": 8,
-            "reasoning_config": ReasoningConfig(reasoning_start_str=BEGINS, reasoning_end_str=ENDS),
-        },
-    )
+    arguments = {
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 32,
+        "block_size": 32,
+        "num_gpu_blocks_override": 40,
+        "scheduling_policy": "priority",
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "reasoning_config": ReasoningConfig(reasoning_start_str=BEGINS, reasoning_end_str=ENDS),
+    }
     os.environ.clear()
     os.environ.update(before)
-    tempfile.tempdir = None
-
-    async def close() -> None:
-        started.close()
-
-    yield started.llm
-    on_loop(close())
+    with engine_of(tiny_model, arguments, on_loop) as llm:
+        yield llm
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -6,15 +6,13 @@ Does not know: which fields a speculative engine ignores (test_logits.py, G9).
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import OnLoop
+from tests.conftest import OnLoop, engine_of
 from tests.engine_runs import ask, capturing, cut_everywhere, greedy, put_cut
 
 REPEATING = [185, 506, 103, 35] * 8
@@ -24,22 +22,10 @@ LENGTH = 60
 
 @pytest.fixture(scope="module")
 def speculating(tiny_model: Path, on_loop: OnLoop[Any]) -> Iterator[Any]:
-    from prefix_recovery.engine import Engine
-
-    before = dict(os.environ)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    started = Engine(
-        str(tiny_model), {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "speculative_config": drafts}
-    )
-    os.environ.clear()
-    os.environ.update(before)
-    tempfile.tempdir = None
-
-    async def close() -> None:
-        started.close()
-
-    yield started.llm
-    on_loop(close())
+    arguments = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "speculative_config": drafts}
+    with engine_of(tiny_model, arguments, on_loop) as llm:
+        yield llm
 
 
 def test_a_greedy_call_of_a_speculating_engine_is_carried_on_at_every_position(

@@ -245,6 +245,24 @@ def test_one_that_raises_in_commit_is_counted_and_asked_again(world: World) -> N
     assert world.take().verdict is Verdict.PUBLISHED
 
 
+def test_one_whose_restore_hangs_does_not_join_again_before_it_returns(world: World) -> None:
+    world.parts.join(Agent("slow"), PATIENCE_S)
+    assert world.take().verdict is Verdict.PUBLISHED
+    world.life.close()
+    later = World(world.life.store, 2)  # type: ignore[arg-type]
+    slow = Agent("slow")
+    slow.hangs = "restore"
+    with pytest.raises(ParticipantFailed, match="TimeoutError"):
+        later.parts.join(slow, 0.05)
+    with pytest.raises(InputError, match="still in restore"):
+        later.parts.join(slow, PATIENCE_S)
+    slow.go_on.set()
+    wait_for("its thread to have ended", lambda: not any(left.under_way for left in later.parts._left))
+    later.parts.join(slow, PATIENCE_S)
+    assert len(slow.restored) == 2
+    later.life.close()
+
+
 class Mislength(bytes):
     def __len__(self) -> int:
         return 3
@@ -377,7 +395,7 @@ def test_one_that_left_in_the_middle_of_a_method_does_not_join_again_before_it_r
     assert world.take().verdict is Verdict.PUBLISHED
     assert hangs.inside.wait(PATIENCE_S)
     world.parts.leave("hangs")
-    with pytest.raises(InputError, match="is still in commit"):
+    with pytest.raises(InputError, match="still in commit"):
         world.parts.join(hangs, PATIENCE_S)
     world.parts.join(Agent("hangs"), PATIENCE_S)  # another object of this name is another matter
     world.parts.leave("hangs")

@@ -82,3 +82,22 @@ def test_what_is_missing_and_was_not_replaced_is_damage() -> None:
     with pytest.raises(ObjectMissing, match=item.key):
         stored_of(life, store).read([entry.call_id for entry in life.publication.ledger])
     assert calls == [item.key]
+
+
+def test_what_was_forgotten_is_said_by_the_snapshot_that_was_cut_after_it() -> None:
+    """Not by one that was cut before it and published after it, nor by one that was abandoned; it is news till then."""
+    life = worked()
+    stored = stored_of(life, life.store)
+    (call_id, *_) = [entry.call_id for entry in life.publication.ledger]
+    assert not stored.has_news
+    stored.due()
+    forgotten = stored.next_cut
+    stored.forget(call_id)
+    stored.published()
+    assert not stored.is_said(forgotten) and stored.has_news
+    stored.due()
+    stored.sweep()
+    assert not stored.is_said(forgotten) and stored.has_news, "it was abandoned, say"
+    stored.due()
+    stored.published()
+    assert stored.is_said(forgotten) and not stored.has_news and stored.entry(call_id) is None

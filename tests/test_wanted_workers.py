@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,26 +33,37 @@ def test_without_a_run_on_ray_there_is_nothing_to_scale(job: Path, capsys: pytes
     assert main(["workers", str(job)]) == 2
 
 
-def test_a_running_job_sees_what_is_wanted_once(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def said() -> list[str]:
+    """What the run says."""
+    return []
+
+
+@pytest.fixture
+def wanted(job: Path, said: list[str]) -> Iterator[WantedWorkers]:
+    """Of a run on Ray with two workers, which is this process."""
     output = job.parent / "results.jsonl"
-    lock, said = OutputLock(output), list[str]()
+    lock = OutputLock(output)
     lock.acquire()
-    try:
-        wanted = WantedWorkers(output, 2, said.append)
-        assert wanted.changed() is None
-        assert main(["workers", str(job), "3"]) == 0
-        assert (wanted.changed(), wanted.changed()) == (3, None)
-        assert main(["workers", str(job), "3"]) == 0
-        assert wanted.changed() is None
-        capsys.readouterr()
-        assert main(["workers", str(job)]) == 0 and capsys.readouterr().out == "3\n"
-        for n in ("0", "-1", "10000"):
-            assert main(["workers", str(job), n]) == 2
-        assert wanted.changed() is None
-        assert said == ["wanted workers: 3 (2 before)"]
-    finally:
-        WantedWorkers.none(output)
-        lock.release()
+    yield WantedWorkers(output, 2, said.append)
+    WantedWorkers.none(output)
+    lock.release()
+
+
+def test_a_running_job_sees_what_is_wanted_once(
+    job: Path, wanted: WantedWorkers, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert wanted.changed() is None
+    assert main(["workers", str(job), "3"]) == 0
+    assert (wanted.changed(), wanted.changed()) == (3, None)
+    assert main(["workers", str(job), "3"]) == 0
+    assert wanted.changed() is None
+    capsys.readouterr()
+    assert main(["workers", str(job)]) == 0 and capsys.readouterr().out == "3\n"
+    for n in ("0", "-1", "10000"):
+        assert main(["workers", str(job), n]) == 2
+    assert wanted.changed() is None
+    assert said == ["wanted workers: 3 (2 before)"]
 
 
 @pytest.mark.parametrize("text", ["", "many", "0", "-3", "2.5", "99999", "٣", "\x00", "9" * 5000])
@@ -68,17 +80,11 @@ def test_what_is_no_count_changes_nothing_and_is_said_once(job: Path, text: str)
     assert wanted.changed() is None and len(said) == 1
 
 
-def test_a_mangled_file_is_written_over(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = job.parent / "results.jsonl"
-    lock, said = OutputLock(output), list[str]()
-    lock.acquire()
-    try:
-        wanted = WantedWorkers(output, 2, said.append)
-        output.with_name("results.jsonl.workers").write_text("many\n")
-        assert wanted.changed() is None and len(said) == 1
-        assert main(["workers", str(job)]) == 2 and "no number of workers" in capsys.readouterr().err
-        assert main(["workers", str(job), "3"]) == 0
-        assert wanted.changed() == 3
-    finally:
-        WantedWorkers.none(output)
-        lock.release()
+def test_a_mangled_file_is_written_over(
+    job: Path, wanted: WantedWorkers, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (job.parent / "results.jsonl.workers").write_text("many\n")
+    assert wanted.changed() is None and len(said) == 1
+    assert main(["workers", str(job)]) == 2 and "no number of workers" in capsys.readouterr().err
+    assert main(["workers", str(job), "3"]) == 0
+    assert wanted.changed() == 3

@@ -48,7 +48,7 @@ class Attempts:
         self.records: dict[str, str] = {}
         """By the names of calls that are being asked for; see RecoverySession.source_digests."""
         self._forgotten: dict[str, int] = {}
-        """What owners had forgotten and the store may still have: how many snapshots there were then."""
+        """What owners had forgotten and the store may still have, with the first cut that is without it."""
         session.on_left = self._note
         self._do(self._book.restore(self._stored()))
 
@@ -110,19 +110,20 @@ class Attempts:
                         self._session.forget(call_id)
 
     def _is_just_forgotten(self, attempt: str) -> bool:
-        """Until it is in no snapshot any more: its calls would be found, by whoever asks, and dropped with the next.
-
-        The snapshot after the forgetting may have been cut before it; the one after that was not.
-        """
-        gone = self._session.counters.snapshots - 2
-        self._forgotten = {one: at for one, at in self._forgotten.items() if at > gone}
-        return attempt in self._forgotten
+        """Until a snapshot without it is published: who asks would be told its answer, and a crash bring it back."""
+        if attempt not in self._forgotten:
+            return False
+        if self._session.stored.is_said(self._forgotten[attempt]):
+            del self._forgotten[attempt]
+            return False
+        return True
 
     def forget(self, attempt: str) -> bool:
         """Whether it could be forgotten: it is known, and has no connection."""
         effects = self._book.forget(attempt)
         if effects:
-            self._forgotten[attempt] = self._session.counters.snapshots
+            self._forgotten[attempt] = self._session.stored.next_cut
+            self._session.want_snapshot("forget")
         self._do(effects)
         return bool(effects)
 

@@ -162,7 +162,7 @@ def refused(refusal: Refusal) -> Refused:
             return Refused(
                 409,
                 "attempt_just_forgotten",
-                "this attempt id was forgotten a moment ago and is free again after the next snapshots; "
+                "this attempt id was forgotten a moment ago and is free again after the next snapshot; "
                 "ask again then, or send an attempt id of its own",
             )
         case OtherRequest(fields=fields):

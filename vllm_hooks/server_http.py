@@ -97,10 +97,7 @@ class RecoveryLayer:
         await self._app(scope, receive, send)
 
     async def _serve(self, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._recovery.session.raise_if_failed()
-        except RecoveryError as error:
-            await refuse(send, Refused(503, "recovery_stopped", str(error)))
+        if await self._stopped(send):
             return
         serving, response = Serving(claim.attempt, claim.record), _Response(send, claim.attempt)
         async with self._recovery.attempts.connection(claim, serving) as connection:
@@ -112,6 +109,15 @@ class RecoveryLayer:
         if connection.ended.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(response.end_with(claims.TAKEN_OVER), _FAREWELL_S)
+
+    async def _stopped(self, send: Send) -> bool:
+        """Whether nothing can be stored any more; it has been said then."""
+        try:
+            self._recovery.session.raise_if_failed()
+        except RecoveryError as error:
+            await refuse(send, Refused(503, "recovery_stopped", str(error)))
+            return True
+        return False
 
     async def _handle(
         self, serving: Serving, connection: Connection, scope: Scope, receive: Receive, response: _Response
@@ -145,6 +151,8 @@ class RecoveryLayer:
             await refuse(send, Refused(403, "attempt_of_another_key", "this attempt id belongs to another API key"))
         elif scope["method"] == "GET":
             await answer(send, 200, known)
+        elif await self._stopped(send):
+            return
         elif attempts.forget(attempt):
             await answer(send, 200, {"attempt": attempt, "forgotten": True})
         else:

@@ -149,7 +149,7 @@ class RecoverySession(Capturing):
             coordinator,
             interval_s=self._config.snapshot_interval_s,
             may_take=lambda: self.failure is None and self.dead_engine is None,
-            has_news=lambda: self._n_captured != self._n_published or self.participants.has_news,
+            has_news=self._has_news,
             on_attempt=self._on_attempt,
             on_error=self._on_program_error,
         )
@@ -227,10 +227,14 @@ class RecoverySession(Capturing):
 
     # ---- told by the stager's and the coordinator's threads -----------------------------------------------------
 
+    def _has_news(self) -> bool:
+        return self._n_captured != self._n_published or self.participants.has_news or self.stored.has_news
+
     def _on_attempt(self, attempt: Attempt) -> None:
         counters = self.counters
         if attempt.verdict is Verdict.PUBLISHED:
             counters.snapshots += 1
+            self.stored.published()
             self._n_published = self._n_cut
             counters.last_snapshot = attempt.snapshot
             self._call_on_loop(self.table.published, attempt.ended)

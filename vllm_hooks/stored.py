@@ -29,6 +29,7 @@ class StoredCalls:
         self._dropping = True
         self._forgotten: set[CallId] = set()
         self._due: set[CallId] = set()
+        self._n_cuts = self._n_said = 0
 
     @property
     def _ledger(self) -> Ledger:
@@ -79,9 +80,28 @@ class StoredCalls:
         self._due.discard(call_id)
 
     def due(self) -> None:
-        """What was forgotten up to this step goes with the next `sweep`; on the loop."""
+        """What was forgotten up to this step goes with the next `sweep`; on the loop, once for each snapshot."""
+        self._n_cuts += 1
         self._due |= self._forgotten
         self._forgotten = set()
+
+    def published(self) -> None:
+        """The snapshot of the last `due` was published. In the coordinator's thread, before the next one begins."""
+        self._n_said = self._n_cuts
+
+    @property
+    def next_cut(self) -> int:
+        """The number of the next `due`: what is forgotten by then is in no snapshot from that one on."""
+        return self._n_cuts + 1
+
+    def is_said(self, cut: int) -> bool:
+        """Whether a snapshot of this cut or a later one was published: no restore brings back what it had forgotten."""
+        return self._n_said >= cut
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the newest snapshot has what was forgotten since. From any thread."""
+        return bool(self._forgotten) or self._n_said < self._n_cuts
 
     def sweep(self) -> None:
         """Drop what is due and has arrived in the ledger. In the coordinator's thread, whose ledger it is."""

@@ -3,7 +3,8 @@
 Into a store that is there nothing is written but by `forget`, `prune` and `repair` with `--apply`, and the scratch
 objects of `doctor --probe`; `import` makes one. Arrow is loaded only by verbs that read a ledger.
 
-    cli         arguments, errors, exit codes; completion makes scripts for shells out of its parser
+    cli         arguments, errors, exit codes; grammar names the verb that was meant, interrupt ends in one line,
+                completion makes scripts for shells out of its parser
     verbs       from arguments to documents; job_verbs those that look from the side of a job
 
     places      from an address to a store, or to the stores of a folder (parents)

@@ -1,24 +1,23 @@
 """`snapshot-inspect` as a process, also `python -m snapshot_inspect` where scripts are not on the path.
 
-Owns: that an interrupt is one line and its exit code, also while the imports run: they take a second, and more on a
-machine that is busy.
+Owns: that the imports, which take a second and more on a busy machine, can be interrupted like the rest.
 Does not know: verbs (cli.py).
 """
 
 import sys
 from typing import NoReturn
 
-INTERRUPTED = 130
+from snapshot_inspect.interrupt import code_of
+
+
+def _run() -> int:
+    from snapshot_inspect.cli import main
+
+    return main()
 
 
 def command() -> NoReturn:
-    try:
-        from snapshot_inspect.cli import main
-
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    sys.exit(code_of(_run))
 
 
 if __name__ == "__main__":

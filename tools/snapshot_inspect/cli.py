@@ -34,6 +34,7 @@ from snapshot_inspect import (
     views,
 )
 from snapshot_inspect.grammar import Parser
+from snapshot_inspect.interrupt import code_of
 from snapshot_inspect.newest import newest
 from snapshot_inspect.places import open_place
 from snapshot_inspect.render import Screen
@@ -41,8 +42,6 @@ from snapshot_inspect.survey import position
 from snapshot_inspect.texts import error_text, filled, printable
 from snapshot_inspect.verbs import Answer
 from storage_backends.posix import translate
-
-INTERRUPTED = 130
 
 Verb = Callable[[argparse.Namespace, float], Answer]
 
@@ -215,11 +214,7 @@ def _positive(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns its exit code."""
-    try:
-        return _main(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return code_of(lambda: _main(sys.argv[1:] if argv is None else argv))
 
 
 def _main(argv: list[str]) -> int:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from recovery.config_forms import URL
 from recovery.errors import Damaged, NoStore, RecoveryError
 from recovery.ports import LedgerCodec, ObjectStore, SegmentCodec
 from recovery.snapshots import FORMAT_KEY, check_root
@@ -63,7 +64,7 @@ def open_any(address: str) -> ObjectStore:
     Raises NoStore for a folder that is not there.
     """
     url, options = store_at(address)
-    if url == address and address.endswith(CONFIGS) and not os.path.lexists(address) and "://" not in address:
+    if url == address and address.endswith(CONFIGS) and not URL.match(address) and not os.path.lexists(address):
         raise NoStore(f"there is no file {address}", hint="give a job's config, or a store's folder or address")
     try:
         return open_store(url, **options)
