@@ -180,10 +180,16 @@ def kill_at_rest(
 
 @contextmanager
 def running(config: Path, name: str, *arguments: str, **options: object) -> Iterator[JobProcess]:
-    """A job process that is killed with its group at the end of the block, if it still runs."""
+    """A job process that is killed with its group at the end of the block, if it still runs.
+
+    What goes wrong in the block carries the job's log: it is the only witness.
+    """
     job = JobProcess(config, name, *arguments, **options)  # type: ignore[arg-type]
     try:
         yield job
+    except Exception as error:
+        error.add_note(f"the log of {name}:\n{job.text[-8000:]}")
+        raise
     finally:
         with suppress(ProcessLookupError):
             os.killpg(job.process.pid, signal.SIGKILL)

@@ -74,7 +74,8 @@ def test_w1_c7_engine_actor_coordinator_and_everything_are_killed_and_no_token_d
             if old.alive():
                 os.kill(old.pid, signal.SIGCONT)
             until(job, lambda: not old.alive(), "the woken coordinator has ended")
-            until_said(job, "worker w2-", after=mark)
+            until_said(job, "worker w2-", "is ready", after=mark)
+            until(job, lambda: len(engines(job)) == 2, "there are two engines")
         (second,) = engines(job).keys() - {first}
         decoded_more(job, rng.randrange(10, 100))
 
