@@ -74,7 +74,9 @@ class Engine:
 class Client:
     """One HTTP exchange with an ASGI application."""
 
-    def __init__(self, app: Any, body: Any, *, path: str = CHAT, method: str = "POST", **headers: str) -> None:
+    def __init__(
+        self, app: Any, body: Any, *, path: str = CHAT, method: str = "POST", **headers: str | list[str]
+    ) -> None:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.half = len(raw) // 2
         self._parts = [
@@ -443,19 +445,58 @@ async def test_a_server_that_may_not_store_says_so_and_serves_the_others(tmp_pat
         one.session.failure = None  # so that it can be closed
 
 
+BEAM = {**ASK, "use_beam_search": True}
+IN_BODY = {"vllm_xargs": {"attempt_id": "a"}}
+
+
 @on_loop
-async def test_what_is_not_captured_is_passed_on_or_refused_as_configured(tmp_path: Path) -> None:
-    beam = {**ASK, "use_beam_search": True}
+async def test_what_is_not_captured_is_served_and_the_answer_says_so(tmp_path: Path) -> None:
     async with served(tmp_path / "s") as one:
-        with pytest.warns(UserWarning, match="use_beam_search"):
-            assert (await Client(one.app, beam, x_attempt_id="a").answer()).tokens == [-1]
-        with pytest.warns(UserWarning, match="v1/responses"):
-            client = await Client(one.app, ASK, path="/v1/responses", x_attempt_id="a").answer()
-        assert client.tokens == [-1] and claims.HEADER not in client.headers
+        for body, path in ((BEAM, CHAT), *((ASK, path) for path in claims.GENERATING)):
+            kind = "use_beam_search" if body is BEAM else path.lstrip("/")
+            with pytest.warns(UserWarning, match=kind):
+                by_header = await Client(one.app, body, path=path, x_attempt_id="a").answer()
+            by_argument = await Client(one.app, {**body, **IN_BODY}, path=path).answer()
+            for client in (by_header, by_argument):
+                assert client.tokens == [-1] and claims.HEADER not in client.headers
+                assert client.headers[claims.NOT_CAPTURED] == kind
+            assert one.session.unresumable.uncaptured[kind] == 2
+            assert claims.NOT_CAPTURED not in (await Client(one.app, body, path=path).answer()).headers
+        assert one.attempts.status()["tokens_captured"] == 0
+
+
+@on_loop
+async def test_what_is_not_captured_is_refused_if_so_configured(tmp_path: Path) -> None:
     async with served(tmp_path / "t", unresumable="refuse") as two:
-        for body, path in ((beam, CHAT), (ASK, "/v1/responses")):
-            refused = await Client(two.app, body, path=path, x_attempt_id="a").answer()
-            assert (refused.status, refused.code) == (400, "attempt_not_captured")
+        for body, path in ((BEAM, CHAT), *((ASK, path) for path in claims.GENERATING)):
+            by_header = await Client(two.app, body, path=path, x_attempt_id="a").answer()
+            by_argument = await Client(two.app, {**body, **IN_BODY}, path=path).answer()
+            for refused in (by_header, by_argument):
+                assert (refused.status, refused.code) == (400, "attempt_not_captured")
+            assert (await Client(two.app, body, path=path).answer()).tokens == [-1]
+
+
+@on_loop
+async def test_what_the_engine_is_not_to_be_asked_is_a_mistake_of_the_client(tmp_path: Path) -> None:
+    """A ValueError, which vLLM's handlers answer with 400: a 500 would be asked again and again."""
+    async with served(tmp_path / "s", unresumable="refuse") as one:
+
+        async def refusing(prompt: Any, params: Any, name: str) -> AsyncIterator[list[int]]:
+            one.session.unresumable.pass_through(name, "multi_modal_data")
+            yield [0]
+
+        one.captured.generate = refusing  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="multi_modal_data: processed features are not stored"):
+            await Client(one.app, ASK, x_attempt_id="a").answer()
+
+
+@on_loop
+async def test_a_form_names_its_attempt_in_a_header(tmp_path: Path) -> None:
+    """Audio, say: no JSON."""
+    async with served(tmp_path / "s", unresumable="refuse") as one:
+        raw = b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\n\xff\r\n--x--'
+        refused = await Client(one.app, raw, path="/v1/audio/transcriptions", x_attempt_id="a").answer()
+        assert refused.code == "attempt_not_captured"
 
 
 @on_loop
@@ -500,10 +541,50 @@ def test_names_of_calls_lead_back_to_their_attempt(name: str) -> None:
     assert attempt_of_name("rollout-17") is None
 
 
-@pytest.mark.parametrize("attempt", ["a b", "", "ä", "a" * 201, "a\nb", 7])
-def test_an_attempt_id_that_could_not_be_kept_is_refused(attempt: Any) -> None:
-    found = claims.attempt_of("", {"vllm_xargs": {"attempt_id": attempt}})
-    assert found is None if attempt == "" else isinstance(found, claims.Refused)
+BAD_IDS = ["a b", "", " ", "\xe4", "a" * 201, "a\nb", "a\x1f", "\x1fa", "a\xa0", "a\x85", "a\0", "a\x7f", "a,a"]
+
+
+@pytest.mark.parametrize("route", [CHAT, "/v1/responses"])
+@pytest.mark.parametrize("attempt", [*BAD_IDS, "\u0430", 7, True, 1.5, ["a"], {}])
+@pytest.mark.parametrize("place", ["header", "body"])
+def test_an_attempt_id_that_could_not_be_kept_is_refused(place: str, attempt: Any, route: str) -> None:
+    if place == "body":
+        found = claims.wanted_of(scope_of(route), json.dumps({"vllm_xargs": {"attempt_id": attempt}}).encode())
+    elif attempt not in BAD_IDS:
+        return  # no header is like this
+    else:
+        found = claims.wanted_of(scope_of(route, attempt), b"{}")
+    assert isinstance(found, claims.Refused) and (found.status, found.code) == (400, "attempt_id_malformed")
+
+
+@pytest.mark.parametrize("route", [CHAT, "/v1/responses"])
+def test_an_attempt_has_one_name(route: str) -> None:
+    """Two headers, also of one name, as no proxy may choose; a header and an argument that differ."""
+
+    def code(*headers: str, body: bytes = b"{}") -> str:
+        found = claims.wanted_of(scope_of(route, *headers), body)
+        return found.code if isinstance(found, claims.Refused) else getattr(found, "attempt", "")
+
+    in_body = json.dumps(IN_BODY).encode()
+    assert code("a", "b") == code("a", "a") == code("b", body=in_body) == "attempt_id_twice"
+    assert code("a", "") == "attempt_id_malformed"
+    assert code("a") == code(" a\t") == code("a", body=in_body) == code(body=in_body) == "a"
+    assert code() == code(body=b'{"vllm_xargs": {}}') == code(body=b'{"vllm_xargs": "attempt_id"}') == ""
+
+
+def test_an_argument_is_found_however_its_json_is_written() -> None:
+    for raw in (
+        b'{"vllm_xargs": {"\\u0061ttempt_id": "a"}}',
+        b'{"\\u0076llm_xargs": {"attempt_\\u0069d": "\\u0061"}}',
+        *(json.dumps(IN_BODY).encode(encoding) for encoding in ("utf-8-sig", "utf-16", "utf-16-le", "utf-32-be")),
+    ):
+        found = claims.wanted_of(scope_of(CHAT), raw)
+        assert getattr(found, "attempt", None) == "a", raw
+
+
+def scope_of(route: str, *attempts: str) -> dict[str, Any]:
+    headers = [(b"x-attempt-id", attempt.encode("latin-1")) for attempt in attempts]
+    return {"method": "POST", "path": route, "headers": headers}
 
 
 def test_the_configuration_is_the_block_of_a_file_and_overrides(tmp_path: Path) -> None:

@@ -6,18 +6,21 @@ Does not know: HTTP, who may use an attempt id.
 Invariants:
 1. A request without an attempt goes to the engine as it is.
 2. The names of two attempts never meet, whatever their ids: `attempt-ID-PROMPT`, and `SAMPLE_attempt-ID-PROMPT`.
-3. The attempt id itself is not part of what is asked for, so that header and `vllm_xargs` name one call.
+3. What a request is refused for is a ValueError here: the handlers answer 400, and no client asks again.
+4. The attempt id itself is not part of what is asked for, so that header and `vllm_xargs` name one call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from recovery.errors import InputError
 from vllm_hooks.server_claims import XARG
 from vllm_hooks.session import RecoverySession
 
@@ -84,9 +87,18 @@ class AttemptEngine:
             return self._engine.generate(prompt, sampling_params, request_id, **arguments)
         name = serving.next_name()
         self._records[name] = serving.record
-        stream = self._captured.generate(prompt, without_attempt(sampling_params), name, **arguments)
+        stream = _refused_as_value(self._captured.generate(prompt, without_attempt(sampling_params), name, **arguments))
         serving.streams[name] = self._captured, stream
         return stream
+
+
+async def _refused_as_value(stream: Any) -> AsyncGenerator[Any, None]:
+    try:
+        async with aclosing(stream):
+            async for output in stream:
+                yield output
+    except InputError as error:
+        raise ValueError(str(error)) from error
 
 
 def without_attempt(params: Any) -> Any:

@@ -22,7 +22,7 @@ from recovery.reconnection import Claim
 from vllm_hooks import server_claims as claims
 from vllm_hooks.server_asgi import App, Message, Receive, Scope, Send, answer, body_of, refuse, replayed
 from vllm_hooks.server_attempts import Attempts, Connection
-from vllm_hooks.server_claims import Refused
+from vllm_hooks.server_claims import Refused, Uncaptured
 from vllm_hooks.server_engine import SERVING, Serving
 from vllm_hooks.session import RecoverySession
 
@@ -54,10 +54,8 @@ class RecoveryLayer:
             await self._app(scope, receive, self._stopping(send))
         elif scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif claims.is_captured_route(scope):
+        elif claims.is_generating(scope):
             await self._generate(scope, receive, send)
-        elif claims.is_uncaptured(scope):
-            await self._pass_through(claims.path_of(scope).lstrip("/"), scope, receive, send)
         elif claims.is_about_attempts(scope):
             await self._tell(scope, send)
         else:
@@ -71,30 +69,37 @@ class RecoveryLayer:
 
         return passed
 
-    # ---- captured requests -------------------------------------------------------------------------------------
+    # ---- requests that generate -------------------------------------------------------------------------------------
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await body_of(receive)
         if raw is None:
             return
-        claim, again = claims.claim_of(scope, raw), replayed(raw, receive)
-        if claim is None:
-            await self._app(scope, again, send)
-        elif isinstance(claim, Refused):
-            await refuse(send, claim)
-        elif claims.is_beam_search(raw):
-            await self._pass_through("use_beam_search", scope, again, send)
-        else:
-            await self._serve(claim, scope, again, send)
+        wanted, again = claims.wanted_of(scope, raw), replayed(raw, receive)
+        match wanted:
+            case None:
+                await self._app(scope, again, send)
+            case Refused():
+                await refuse(send, wanted)
+            case Uncaptured():
+                await self._pass_through(wanted, scope, again, send)
+            case Claim():
+                await self._serve(wanted, scope, again, send)
 
-    async def _pass_through(self, kind: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass_through(self, wanted: Uncaptured, scope: Scope, receive: Receive, send: Send) -> None:
         """A request with an attempt id of which nothing can be stored."""
         try:
-            self._recovery.session.unresumable.pass_through(claims.header_of(scope, claims.HEADER), kind)
+            self._recovery.session.unresumable.pass_through(wanted.attempt, wanted.kind)
         except InputError as error:
             await refuse(send, Refused(400, "attempt_not_captured", str(error)))
             return
-        await self._app(scope, receive, send)
+
+        async def said(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), wanted.header]}
+            await send(message)
+
+        await self._app(scope, receive, said)
 
     async def _serve(self, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
         if await self._stopped(send):

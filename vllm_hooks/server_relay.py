@@ -104,13 +104,13 @@ class RelayLayer:
         self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not claims.may_be_ours(scope):
+        if scope["type"] != "http" or not (claims.is_generating(scope) or claims.is_about_attempts(scope)):
             await self._app(scope, receive, send)
             return
         raw = await body_of(receive)
         if raw is None:
             return
-        if claims.is_captured_route(scope) and claims.claim_of(scope, raw) is None:
+        if claims.is_generating(scope) and claims.wanted_of(scope, raw) is None:
             await self._app(scope, replayed(raw, receive), send)
             return
         try:
