@@ -1,10 +1,13 @@
-"""vllm_hooks.logits and abilities: the true split, and what an engine is found to have (B21).
+"""vllm_hooks.logits and abilities: the true split, what an engine is found to have (B21), what costs who uses nothing.
 
 The penalties' oracle is arithmetic written out here; on the engine they are compared in test_exact_kinds.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +30,8 @@ from recovery.resume_table import (  # noqa: E402
 )
 from vllm_hooks import engine_arguments, surface  # noqa: E402
 from vllm_hooks.abilities import DRAWS_CLASS, SCHEDULER_CLASS, TRUE_SPLIT_CLASS, abilities_of  # noqa: E402
-from vllm_hooks.logits import Joined, PrefixSafe, TrueSplit  # noqa: E402
+from vllm_hooks.draws import PositionDraws  # noqa: E402
+from vllm_hooks.logits import Joined, PrefixSafe, TrueSplit, true_split  # noqa: E402
 from vllm_hooks.marks import mark, mark_of  # noqa: E402
 
 IDS = st.lists(st.integers(0, 30), max_size=8)
@@ -123,6 +127,65 @@ def test_penalties_over_the_true_split() -> None:
     assert torch.equal(got, wanted)
     processor.update_state(BatchUpdate(batch_size=1, removed=[1], added=[], moved=[]))
     assert processor.apply(logits) is logits
+
+
+class Unread:
+    """Parameters of which nothing but `extra_args` may be looked at."""
+
+    __slots__ = ("extra_args",)
+
+    def __init__(self, extra_args: dict[str, Any] | None) -> None:
+        self.extra_args = extra_args
+
+
+def strangers(n_rows: int) -> BatchUpdate:
+    """Rows without a mark; their prompts and outputs are no lists, so that reading them fails."""
+    added: Any = [(at, Unread({"theirs": 1} if at % 2 else None), object(), object()) for at in range(n_rows)]
+    return BatchUpdate(batch_size=n_rows, removed=[], added=added, moved=[])
+
+
+def calls_of(work: Callable[[], Any]) -> int:
+    """How many functions, of Python and of C, are called meanwhile."""
+    seen: list[str] = []
+
+    def note(frame: Any, event: str, called: Any) -> None:
+        seen.append(event)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return sum(event in ("call", "c_call") for event in seen) - 1  # the last one puts `before` back
+
+
+@pytest.mark.parametrize("kind", [PositionDraws, TrueSplit])
+def test_who_uses_nothing_pays_for_nothing(kind: Any) -> None:
+    """The very same tensor comes back, no row is kept or read, a step calls nothing, and no call is made for a row."""
+    joining = set()
+    for n_rows in (1, 64):
+        processor = kind(None, torch.device("cpu"), False)
+        processor._device = None  # nothing is put there
+        joined, logits = strangers(n_rows), torch.zeros(n_rows, 4)
+        joining.add(calls_of(partial(processor.update_state, joined)))
+        assert calls_of(partial(processor.update_state, None)) == 1
+        assert calls_of(partial(processor.apply, logits)) == 1
+        assert processor.apply(logits) is logits and logits._version == 0  # not written to either
+        assert not any(held for name, held in vars(processor).items() if name != "_device")
+        assert true_split(joined) is joined
+    assert len(joining) == 1
+
+
+@pytest.mark.parametrize("kind", [PositionDraws, TrueSplit])
+def test_rows_of_ours_follow_a_batch_in_which_others_use_nothing(kind: Any) -> None:
+    processor = kind(None, torch.device("cpu"), False)
+    asks = resumed(1, penalties=[1.0, 0.0, 1.0], draws=[3, 0, 1.0])
+    processor.update_state(update((0, asks, [1, 2], []), (1, SamplingParams(), [5], [])))
+    held = processor._drawn if kind is PositionDraws else processor._rows
+    assert list(held) == [0]
+    processor.update_state(strangers(1))  # one takes its place
+    assert not held
 
 
 class Safe(PrefixSafe, TrueSplit):

@@ -27,7 +27,7 @@ import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 from vllm_hooks.logits import follow
-from vllm_hooks.marks import mark_of
+from vllm_hooks.marks import mark_of, marked
 
 _BLOCK = 1 << 18
 """Logits worked on at a time: what fits a core's cache."""
@@ -126,11 +126,14 @@ class PositionDraws(LogitsProcessor):
         return True  # greedy requests are never drawn; this is where the engine applies top-k and top-p, too
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        if batch_update is None or not (self._drawn or self._wound or batch_update.added):
+        if batch_update is None:
+            return
+        asking = marked(batch_update.added)
+        if not (asking or self._drawn or self._wound):
             return
         drawn: dict[int, _Drawn] = {}
         wound: dict[int, _Wound] = {}
-        for index, params, prompt_ids, output_ids in batch_update.added:
+        for index, params, prompt_ids, output_ids in asking:
             asked = mark_of(params)
             if "draws" in asked:
                 seed, top_k, top_p = asked["draws"]

@@ -4,7 +4,8 @@ Owns: penalties and bad words over the true split; the base class with which cus
 Does not know: sessions, stores. Runs in the engine's worker; all it knows of a call is in its `extra_args`.
 
 Invariants:
-1. A request without a mark in `extra_args` is not touched, and a batch without one costs two comparisons a step.
+1. A request without a mark in `extra_args` is not touched. A batch without one costs a comparison in each of the two
+   calls of a step, and one look at each row that joins it; no row, tensor or object is made.
 2. Penalties are computed by vLLM's own function, once, over all tokens: an engine that penalised the new tokens and
    a processor that added the rest would round differently.
 3. What is done depends on prompt and tokens alone, so that pre-emption inside the engine changes nothing.
@@ -19,7 +20,7 @@ from typing import Any, TypeVar, overload
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from vllm_hooks.marks import mark_of
+from vllm_hooks.marks import mark_of, marked
 
 Row = TypeVar("Row")
 
@@ -80,6 +81,8 @@ def follow(rows: dict[int, Row], update: BatchUpdate, added: Mapping[int, Row]) 
 
 def true_split(update: BatchUpdate) -> BatchUpdate:
     """The same update with the saved tokens of resumed calls where they belong: among the output."""
+    if not marked(update.added):
+        return update
     added = []
     for index, params, prompt_ids, output_ids in update.added:
         n = mark_of(params).get("prefix", 0)
@@ -125,7 +128,7 @@ class TrueSplit(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        if batch_update is None or not (self._rows or batch_update.added):
+        if batch_update is None or not (marked(batch_update.added) or self._rows):
             return
         added = {}
         for index, params, prompt_ids, output_ids in true_split(batch_update).added:

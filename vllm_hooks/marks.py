@@ -6,11 +6,12 @@ Does not know: what is made of it.
 Invariants:
 1. A caller's own `extra_args` are kept.
 2. A mark holds only what JSON and msgpack carry.
+3. What is not marked costs one look at its `extra_args` when it joins a batch, and nothing after that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 KEY = "prefix_recovery"
@@ -31,3 +32,8 @@ def mark_of(params: Any) -> Mapping[str, Any]:
     extra = params.extra_args
     found: Mapping[str, Any] = extra.get(KEY, {}) if extra else {}
     return found
+
+
+def marked(added: Iterable[Any]) -> list[Any]:
+    """Of the rows that joined a batch (index, params, prompt ids, output ids) those that have a mark."""
+    return [row for row in added if (extra := row[1].extra_args) and KEY in extra]
