@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,11 +32,33 @@ from recovery.model import (
 )
 
 
+class Rows(NamedTuple):
+    """The wide columns of `n_tokens` tokens: which, ordered by name, and the bytes of each, in this machine's order.
+
+    What takes every token of every call makes these itself: an array costs more than the token it comes with.
+    """
+
+    n_tokens: int
+    wide: tuple[WideColumn, ...]
+    values: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array], n_tokens: int) -> Rows:
+        """Raises TypeError or ValueError if they cannot be wide columns of so many tokens."""
+        wide = wide_columns(arrays, n_tokens)
+        return cls(n_tokens, wide, tuple(arrays[column.name].tobytes() for column in wide))
+
+
+Columns = Mapping[str, Array] | Rows | None
+"""Wide columns by name, one row for each token; or that as bytes; or none."""
+
+
 @dataclass(slots=True)
 class Run:
     """Tokens [start, start + len(token_ids)) under one version; `logprobs` is None or as long as `token_ids`.
 
-    `columns`: the bytes of each wide column, in this machine's order, row by row.
+    `columns`: the bytes of each of the wide columns `wide`, in this machine's order, row by row. With them a run has at
+    most `room` tokens.
     """
 
     call_id: CallId
@@ -44,7 +67,9 @@ class Run:
     version: PolicyVersion
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None
-    columns: dict[WideColumn, bytearray] = field(default_factory=dict)
+    wide: tuple[WideColumn, ...] = ()
+    columns: tuple[bytearray, ...] = ()
+    room: int = MAX_TOKENS_PER_CHUNK
 
     @property
     def stop(self) -> int:
@@ -55,7 +80,7 @@ class Run:
         n = len(self.token_ids)
         return {
             column.name: np.frombuffer(bytes(values) if copy else values, column.type).reshape(column.shape(n))
-            for column, values in self.columns.items()
+            for column, values in zip(self.wide, self.columns, strict=True)
         }
 
     def to_chunk(self) -> Chunk:
@@ -104,18 +129,23 @@ class TokenBuffer:
         token_ids: Sequence[int],
         logprobs: Sequence[float] | None,
         version: PolicyVersion,
-        columns: Mapping[str, Array] | None = None,
+        columns: Columns = None,
     ) -> None:
-        """Add what one engine output carried. Raises ValueError or TypeError, changing nothing, if it is not one run.
+        """Add what one engine output carried.
 
-        `columns`: wide columns by name, one row for each of `token_ids`.
+        Raises ValueError or TypeError, changing nothing, if it is not one run.
         """
         n = len(token_ids)
         if logprobs is not None and len(logprobs) != n:
             raise ValueError(f"{n} tokens came with {len(logprobs)} logprobs")
         if n > MAX_TOKENS_PER_CHUNK:
             raise ValueError(f"one output carried {n} tokens; at most {MAX_TOKENS_PER_CHUNK} fit in a chunk")
-        wide = wide_columns(columns, n) if columns else ()
+        wide: tuple[WideColumn, ...] = ()
+        values: tuple[bytes, ...] = ()
+        if columns:
+            n_rows, wide, values = columns if isinstance(columns, Rows) else Rows.of(columns, n)
+            if n_rows != n:
+                raise ValueError(f"{n} tokens came with {n_rows} rows of wide columns")
         if n == 0:
             return
         run = self._runs[-1] if self._runs else None
@@ -124,18 +154,21 @@ class TokenBuffer:
             run is None
             or (run.version is not version and run.version != version)
             or (run.logprobs is None) != (logprobs is None)
-            or len(run.token_ids) + n > (tokens_max(wide) if wide else MAX_TOKENS_PER_CHUNK)
-            or ((run.columns or wide) and tuple(run.columns) != wide)
+            or len(run.token_ids) + n > run.room
+            or run.wide != wide
         ):
-            run = Run(self._call_id, self._attempt, self._end, version, [], None if logprobs is None else [])
-            run.columns = {column: bytearray() for column in wide}
+            if n > (room := tokens_max(wide)):
+                raise ValueError(f"one output carried {n} tokens; at most {room} with these columns fit in a chunk")
+            given: list[float] | None = None if logprobs is None else []
+            empty = tuple(bytearray() for _ in wide)
+            run = Run(self._call_id, self._attempt, self._end, version, [], given, wide, empty, room)
             self._runs = [*self._runs, run]
         run.token_ids.extend(token_ids)
         if logprobs is not None and run.logprobs is not None:
             run.logprobs.extend(logprobs)
-        if columns:
-            for column, values in run.columns.items():
-                values += columns[column.name].tobytes()
+        if wide:
+            for at, rows in enumerate(values):
+                run.columns[at].extend(rows)
         self._end += n
         self._n_pending += n
 

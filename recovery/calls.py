@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from recovery.buffer import Run, TokenBuffer
+from recovery.buffer import Columns, Run, TokenBuffer
 from recovery.kept_columns import KeptColumns
-from recovery.model import MAX_TOKENS_PER_CHUNK, Array, CallId, Ended, Opened, PolicyVersion, Request
+from recovery.model import MAX_TOKENS_PER_CHUNK, CallId, Ended, Opened, PolicyVersion, Request
 from recovery.transcripts import ColumnRun
 
 Captured = Opened | Run | Ended
@@ -107,12 +107,11 @@ class LiveCall:
         token_ids: Sequence[int],
         logprobs: Sequence[float] | None,
         version: PolicyVersion,
-        columns: Mapping[str, Array] | None = None,
+        columns: Columns = None,
     ) -> None:
         """Take what one engine output carried; all of it or, with an error, none of it.
 
-        `columns`: wide columns by name, one row for each of `token_ids`. They go to the store, and are kept here as
-        long as the call is.
+        `columns` go to the store, and are kept here as long as the call is.
 
         Raises ValueError, TypeError or OverflowError for what cannot be stored: found here, where it came in, and not
         when the run is written.

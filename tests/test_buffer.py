@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.buffer import Run, TokenBuffer
+from recovery.buffer import Rows, Run, TokenBuffer
 from recovery.model import MAX_TOKENS_PER_CHUNK, PolicyVersion
 from tests.fakes import V0, name
 
@@ -189,9 +189,9 @@ def test_rows_that_are_alike_make_one_run_however_they_come() -> None:
 def test_freeze_hands_over_the_very_bytes_of_wide_columns() -> None:
     buffer = TokenBuffer(CALL, 0)
     buffer.append([1], None, V0, {"top": np.ones((1, 3), np.float32)})
-    (held,) = buffer._runs[0].columns.values()
+    (held,) = buffer._runs[0].columns
     (frozen,) = buffer.freeze()
-    assert next(iter(frozen.columns.values())) is held
+    assert frozen.columns[0] is held
     buffer.append([2], None, V0, {"top": np.zeros((1, 3), np.float32)})
     values = frozen.to_chunk().columns["top"]
     assert values.tolist() == [[1, 1, 1]] and np.shares_memory(values, np.frombuffer(held, np.float32))
@@ -218,6 +218,14 @@ def test_wide_rows_that_do_not_fit_change_nothing(columns: dict) -> None:
     assert (buffer.end, buffer.n_pending) == (1, 1)
     (run,) = buffer.freeze()
     assert run.to_chunk().columns["top"].tolist() == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_rows_of_other_tokens_change_nothing(n: int) -> None:
+    buffer = TokenBuffer(CALL, 0)
+    with pytest.raises(ValueError, match="rows of wide columns"):
+        buffer.append([1, 2], None, V0, Rows.of({"rank": np.zeros(n, np.int32)}, n))
+    assert (buffer.end, buffer.freeze()) == (0, ())
 
 
 def test_a_run_never_has_more_wide_bytes_than_a_chunk_may_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,13 +286,7 @@ class RecoverableEngine:
             self._session.captured(call, *pulled.rest(completion.token_ids, completion.logprobs))
         else:
             ids = completion.token_ids
-            logprobs = surface.sampled_logprobs(ids, completion.logprobs)
-            columns = None
-            if n_top is not None and ids:
-                columns = top_logprobs.columns_of(
-                    top_logprobs.positions_of(completion.logprobs, 0, len(ids), n_top), n_top
-                )
-            self._session.captured(call, ids, logprobs, columns)
+            self._session.captured(call, ids, *top_logprobs.captured_of(completion.logprobs, ids, 0, n_top))
         shaped = assembly.add(output)
         if completion.finish_reason in FINISH_REASONS:
             await self._session.terminal(call, completion.finish_reason, completion.stop_reason)

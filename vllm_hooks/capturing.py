@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recovery.buffer import Columns
 from recovery.calls import CallTable, Captured, LiveCall
 from recovery.config import CheckpointingConfig
 from recovery.errors import InputError, ProgramError, RecoveryError
 from recovery.ledger import EndedAt
-from recovery.model import Array, CallId, PolicyVersion, Request
+from recovery.model import CallId, PolicyVersion, Request
 from recovery.ports import Entropy
 from recovery.resume import StopRules
 from recovery.staging import Staged
@@ -133,9 +134,7 @@ class Capturing:
     async def _call_for(self, request: Request, stop: StopRules) -> LiveCall:
         raise NotImplementedError
 
-    def captured(
-        self, call: LiveCall, token_ids: Any, logprobs: list[float] | None, columns: Mapping[str, Array] | None = None
-    ) -> None:
+    def captured(self, call: LiveCall, token_ids: Any, logprobs: list[float] | None, columns: Columns = None) -> None:
         """Take one engine output into the call's buffer."""
         if not token_ids:
             return

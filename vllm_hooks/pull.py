@@ -16,13 +16,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from recovery.buffer import Columns
 from recovery.calls import LiveCall
 from recovery.errors import CaptureDisagrees
-from recovery.model import Array, CallId
+from recovery.model import CallId
 from vllm_hooks import surface, top_logprobs
 
 POLL_S_MIN, POLL_S_MAX = 0.002, 0.1
@@ -36,9 +37,6 @@ flushes are enough, and a look costs much the same whatever it finds."""
 def tokens_per_poll(flush_tokens: int) -> int:
     """The polling slows down or speeds up towards this many new tokens of a call between two looks."""
     return max(1, min(TOKENS_PER_POLL_MAX, (flush_tokens or TOKENS_PER_POLL_MAX * POLLS_PER_FLUSH) // POLLS_PER_FLUSH))
-
-
-Columns = Mapping[str, Array] | None
 
 
 class Taken(NamedTuple):
@@ -76,15 +74,8 @@ class PullReader:
         ids = state.detokenizer.output_token_ids
         if len(ids) == start:
             return _NOTHING
-        return _taken(ids[start:], state.logprobs_processor.logprobs, start, n_top)
-
-
-def _taken(token_ids: Sequence[int], logprobs: Any, start: int, n_top: int | None) -> Taken:
-    values = surface.sampled_logprobs_from(logprobs, token_ids, start)
-    if n_top is None or not token_ids:
-        return Taken(token_ids if type(token_ids) is list else list(token_ids), values)
-    positions = top_logprobs.positions_of(logprobs, start, start + len(token_ids), n_top)
-    return Taken(list(token_ids), values, top_logprobs.columns_of(positions, n_top))
+        fresh = ids[start:]
+        return Taken(fresh, *top_logprobs.captured_of(state.logprobs_processor.logprobs, fresh, start, n_top))
 
 
 @dataclass(slots=True)
@@ -116,7 +107,8 @@ class Pulled:
                 f"request {self.request_id!r}: the tokens read at a cut are not those that the engine delivered",
                 hint="report this with the vLLM version; run with --no-self-test, which captures by the wrapper alone",
             )
-        return _taken(list(token_ids[start:]), logprobs, start, self.n_top)
+        fresh = list(token_ids[start:])
+        return Taken(fresh, *top_logprobs.captured_of(logprobs, fresh, start, self.n_top))
 
 
 class Polling:

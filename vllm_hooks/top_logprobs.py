@@ -12,18 +12,30 @@ Invariants:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from recovery.buffer import Columns, Rows
 from recovery.errors import CaptureDisagrees
-from recovery.model import Array
+from recovery.model import Array, WideColumn
 from recovery.resume_table import TOP_LOGPROBS_MAX
 from recovery.transcripts import ColumnRun
+from vllm_hooks import surface
 
 RANK, TOP_IDS, TOP_LOGPROBS = "rank", "top_ids", "top_logprobs"
+_RANK_ALONE = (WideColumn(RANK, "int32", 0),)
+
+
+def _ranks(ranks: list[int]) -> Rows:
+    return Rows(len(ranks), _RANK_ALONE, (array("i", ranks).tobytes(),))
+
+
+_RANK_OF_ONE = [_ranks([rank]) for rank in range(256)]
+"""Of one token, as a stream brings it."""
 
 
 def n_kept(params: Any) -> int | None:
@@ -40,6 +52,35 @@ class Position(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     rank: int | None
+
+
+def captured_of(logprobs: Any, token_ids: Sequence[int], start: int, n_top: int | None) -> tuple[list[float], Columns]:
+    """What is kept of `token_ids`, which lie from position `start` on in either container: sampled logprobs, columns.
+
+    Nothing where the engine has none. Raises CaptureDisagrees if it gave something else than was asked. Every token
+    comes this way, most of them one by one and with no more than their rank: that is quick, the rest need not be.
+    """
+    if not n_top and type(logprobs) is list and len(logprobs) == 1 == len(token_ids):
+        (position,) = logprobs
+        entry = position[token_ids[0]]
+        if n_top is None:
+            return [float(entry.logprob)], None
+        if len(position) == 1 and (rank := entry.rank or 0) < len(_RANK_OF_ONE):
+            return [float(entry.logprob)], _RANK_OF_ONE[rank]
+    if n_top is None or logprobs is None or not token_ids:
+        return surface.sampled_logprobs_from(logprobs, token_ids, start), None
+    stop = start + len(token_ids)
+    if n_top or hasattr(logprobs, "start_indices"):
+        values = surface.sampled_logprobs_from(logprobs, token_ids, start)
+        return values, columns_of(positions_of(logprobs, start, stop, n_top), n_top)
+    values, ranks = [], []
+    for token, position in zip(token_ids, logprobs[start:stop], strict=True):
+        if len(position) != 1:
+            raise _not_asked_for(len(position), n_top)
+        entry = position[token]
+        values.append(float(entry.logprob))
+        ranks.append(entry.rank or 0)
+    return values, _ranks(ranks)
 
 
 def positions_of(logprobs: Any, start: int, stop: int, n_top: int) -> list[Position]:
@@ -59,12 +100,16 @@ def _position(items: list[tuple[int, float, int | None]], n_top: int) -> Positio
     if len(best) == n_top - 1 and sampled[2] is not None:
         best.insert(sampled[2] - 1, sampled)  # a dictionary has the sampled token once, also where it is a best one
     if len(best) != n_top:
-        raise CaptureDisagrees(
-            f"the engine gave the logprobs of {len(items)} tokens where {n_top} and the sampled one were asked for",
-            hint="ask for `logprobs: 0`, and report this with the vLLM version",
-        )
+        raise _not_asked_for(len(items), n_top)
     both = [sampled, *best]
     return Position([item[0] for item in both], [item[1] for item in both], sampled[2])
+
+
+def _not_asked_for(n_given: int, n_top: int) -> CaptureDisagrees:
+    return CaptureDisagrees(
+        f"the engine gave the logprobs of {n_given} tokens where {n_top} and the sampled one were asked for",
+        hint="ask for `logprobs: 0`, and report this with the vLLM version",
+    )
 
 
 def columns_of(positions: Sequence[Position], n_top: int) -> dict[str, Array]:

@@ -3,10 +3,11 @@
 Owns: the source, the same tokens through the hook and into Python lists, round by round.
 Does not know: engines.
 
-A step gives every call one token and one logprob, as decoding does. Ways: the hook as a stream of deltas calls it (one
-output, one token); as the polling of FINAL_ONLY requests calls it (as many tokens a look as it aims at with flushes of
-the default size, reading the front end included); and two list appends. Flushes are made by the stager's thread and are
-no part of the hook.
+A step gives every call one token and its logprob in the engine's own container, as decoding does. Ways: the hook as a
+stream of deltas calls it (one output, one token); as the polling of FINAL_ONLY requests calls it (as many tokens a look
+as it aims at with flushes of the default size, the front end's own growth included); and two list appends. What takes
+ids, logprobs and ranks out of the container is part of the hook; with ranks a library session keeps them beside the
+logprobs, without them a batch job does not. Flushes are made by the stager's thread and are no part of the hook.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from recovery.model import Request
 from vllm_hooks.capturing import Capturing
 from vllm_hooks.flushing import Flushing
 from vllm_hooks.pull import Pulled, PullReader, tokens_per_poll
+from vllm_hooks.top_logprobs import captured_of
 
-CALLS, STEPS, ROUNDS = (256, 1024, 10_000), 512_000, 9
+CALLS, STEPS, ROUNDS = (256, 1024, 10_000), 512_000, 7
 CALLS_QUICK, STEPS_QUICK, ROUNDS_QUICK = (8, 16), 128, 1
 MICROSECONDS_MAX = 2.0
 CONFIG = CheckpointingConfig(enabled=True, store="none")
@@ -68,7 +70,13 @@ def measure(report: Report, rng: np.random.Generator) -> None:
     for n_calls in calls:
         steps = max(TOKENS_PER_POLL, tokens // n_calls // TOKENS_PER_POLL * TOKENS_PER_POLL)
         source = _source(n_calls, steps)
-        ways = {"hook": _hook(source), "polled": _polled(source), "lists": _lists(source)}
+        ways = {
+            "streamed": _streamed(source, 0),
+            "streamed, no ranks": _streamed(source, None),
+            "polled": _polled(source, 0),
+            "polled, no ranks": _polled(source, None),
+            "lists": _lists(source),
+        }
         wall, processor = paired(ways, rounds, rng, partial(Made, n_calls))
         n = n_calls * steps
         for way, seconds in wall.items():
@@ -84,12 +92,18 @@ def measure(report: Report, rng: np.random.Generator) -> None:
     report.law(Law("microseconds a token", "calls", series, MICROSECONDS_MAX, log=True))
 
 
-def _source(n_calls: int, steps: int) -> list[list[tuple[list[int], list[float]]]]:
+Source = list[list[tuple[list[int], list[dict[int, Any]]]]]
+
+
+def _source(n_calls: int, steps: int) -> Source:
     """By step and call: what one output of the engine carries."""
-    return [[([token_of(call, step)], [-(step % 8) / 8]) for call in range(n_calls)] for step in range(steps)]
+    from vllm.logprobs import Logprob
 
+    def one(call: int, step: int) -> tuple[list[int], list[dict[int, Any]]]:
+        token = token_of(call, step)
+        return [token], [{token: Logprob(-(step % 8) / 8, 1 + step % 3, None)}]
 
-Source = list[list[tuple[list[int], list[float]]]]
+    return [[one(call, step) for call in range(n_calls)] for step in range(steps)]
 
 
 class Made:
@@ -103,24 +117,25 @@ class Made:
             request_states={str(number): state for number, state in enumerate(self.states)},
             external_req_ids={str(number): [str(number)] for number in range(n_calls)},
         )
-        reader = PullReader(SimpleNamespace(output_processor=processor))
-        self.pulled = [Pulled(call, reader, str(number), None) for number, call in enumerate(self.calls)]
+        self.reader = PullReader(SimpleNamespace(output_processor=processor))
         self.lists: list[tuple[list[int], list[float]]] = [([], []) for _ in range(n_calls)]
 
 
-def _hook(source: Source) -> Callable[[Made], None]:
+def _streamed(source: Source, n_top: int | None) -> Callable[[Made], None]:
+    """As RecoverableEngine does with each output."""
+
     def run(made: Made) -> None:
         session = made.session
         for step in source:
             for call, (ids, logprobs) in zip(made.calls, step, strict=True):
-                session.captured(call, ids, logprobs)
+                session.captured(call, ids, *captured_of(logprobs, ids, 0, n_top))
         assert session.counters.tokens_captured == len(source) * len(made.calls)
 
     return run
 
 
-def _polled(source: Source) -> Callable[[Made], None]:
-    """The front end's own growth, three list extensions a look, is in the time."""
+def _polled(source: Source, n_top: int | None) -> Callable[[Made], None]:
+    """The front end's own growth, two list extensions a look, is in the time."""
     n_calls, looks = len(source[0]), len(source) // TOKENS_PER_POLL
     by_look = [
         [([step[call][0][0] for step in steps], [step[call][1][0] for step in steps]) for call in range(n_calls)]
@@ -129,10 +144,11 @@ def _polled(source: Source) -> Callable[[Made], None]:
 
     def run(made: Made) -> None:
         session = made.session
+        pulled = [Pulled(call, made.reader, str(number), n_top) for number, call in enumerate(made.calls)]
         for look in by_look:
             for state, (ids, logprobs) in zip(made.states, look, strict=True):
                 state.grow(ids, logprobs)
-            for one in made.pulled:  # as Polling.read_all does
+            for one in pulled:  # as Polling.read_all does
                 session.captured(one.call, *one.read())
         assert session.counters.tokens_captured == looks * TOKENS_PER_POLL * n_calls
 
@@ -144,20 +160,18 @@ def _lists(source: Source) -> Callable[[Made], None]:
         for step in source:
             for (to_ids, to_logprobs), (ids, logprobs) in zip(made.lists, step, strict=True):
                 to_ids.append(ids[0])
-                to_logprobs.append(logprobs[0])
+                to_logprobs.append(logprobs[0][ids[0]].logprob)
 
     return run
 
 
 class _State:
-    """What the engine's front end keeps of a request, as far as it is read (its logprobs: vLLM's flat container)."""
+    """What the engine's front end keeps of a request, as far as it is read."""
 
     def __init__(self) -> None:
         self.detokenizer = SimpleNamespace(output_token_ids=[])
-        self.logprobs_processor = SimpleNamespace(logprobs=SimpleNamespace(start_indices=[], logprobs=[]))
+        self.logprobs_processor = SimpleNamespace(logprobs=[])
 
-    def grow(self, ids: list[int], logprobs: list[float]) -> None:
-        flat = self.logprobs_processor.logprobs
+    def grow(self, ids: list[int], logprobs: list[dict[int, Any]]) -> None:
         self.detokenizer.output_token_ids.extend(ids)
-        flat.start_indices.extend(range(len(flat.logprobs), len(flat.logprobs) + len(ids)))
-        flat.logprobs.extend(logprobs)
+        self.logprobs_processor.logprobs.extend(logprobs)

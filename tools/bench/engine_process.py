@@ -47,7 +47,8 @@ def serve(model: str, arguments: Mapping[str, Any], *, plug_in: bool) -> None:
 async def _decode(
     engine: Any, *, calls: int, tokens: int, sampled: bool = False, drawn: bool = False, store: str | None = None
 ) -> dict[str, Any]:
-    """So many calls at a time, all of the same length: wall seconds, and a sum by which answers can be compared.
+    """So many calls at a time, all of the same length: wall seconds, processor seconds of this process (the front end,
+    all threads; the engine has one of its own), and a sum by which answers can be compared.
 
     With `store` they are captured, flushed as a session does by default and snapshotted there.
     """
@@ -62,10 +63,10 @@ async def _decode(
         return sum(await _generated(generate, number, params))
 
     async with _captured(engine, store) as (llm, counters):
-        began = time.perf_counter()
+        busy, began = time.process_time(), time.perf_counter()
         sums = await asyncio.gather(*(one(llm.generate, number) for number in range(calls)))
-        seconds = time.perf_counter() - began
-    return {"seconds": seconds, "sum": sum(sums), **counters}
+        seconds, busy = time.perf_counter() - began, time.process_time() - busy
+    return {"seconds": seconds, "processor": busy, "sum": sum(sums), **counters}
 
 
 @contextlib.asynccontextmanager
