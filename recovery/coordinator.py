@@ -157,7 +157,7 @@ class Attempt:
 
 
 class Coordinator:
-    """One per epoch. `take` may be called from any one thread at a time."""
+    """One per epoch. `take` and `look` may be called from any one thread at a time."""
 
     def __init__(
         self,
@@ -224,6 +224,21 @@ class Coordinator:
         if attempt.verdict is Verdict.FENCED and self._compactor is not None:
             self._compactor.close()
         return attempt
+
+    def look(self) -> Attempt | None:
+        """An attempt that was fenced, if a newer coordinator is known to have taken over. One small read, no snapshot.
+
+        A store that does not answer says nothing of that; the next snapshot tells what is wrong with it.
+        """
+        try:
+            self._bounded(self._publication.log.check_not_fenced, self._timeout_s)
+        except Fenced as error:
+            if self._compactor is not None:
+                self._compactor.close()
+            return Attempt("look", Verdict.FENCED, error=error, step="look")
+        except RecoveryError:
+            return None
+        return None
 
     def _collect(self, attempt: Attempt, deadline: float) -> None:
         """After everybody was released: hint, garbage, and what to compact. A failure leaves garbage, not damage."""

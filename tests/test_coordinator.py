@@ -185,6 +185,22 @@ def test_c8_a_fenced_publication_stops_the_coordinator(worlds: Callable[..., Wor
         world.take()
 
 
+def test_c8_a_look_finds_who_took_over_and_writes_nothing(worlds: Callable[..., World]) -> None:
+    """C8: an idle coordinator has no snapshot to publish; one that does not answer says nothing."""
+    world = worlds()
+    counting = CountingStore(world.inner)
+    world.store.inner = counting
+    plan = iter([PASS, RaiseBefore(StoreUnavailable("down"))])
+    world.store._ask = lambda verb, key: next(plan, PASS)
+    assert world.life.coordinator.look() is None and counting.count() == counting.count("get") == 1
+    assert world.life.coordinator.look() is None and next(plan, None) is None
+    successor = Life(world.inner, 2)
+    found = world.life.coordinator.look()
+    assert found is not None and found.verdict is Verdict.FENCED and isinstance(found.error, Fenced)
+    assert world.take().verdict is Verdict.FENCED
+    successor.close()
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt(), SystemExit(3), AssertionError("bug")])
 @pytest.mark.parametrize("method", ["acquire_hold", "prepare", "cut", "stage", "lower_fence", "resume", "release_hold"])
 def test_a_program_error_is_raised_after_everything_came_down(

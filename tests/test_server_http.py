@@ -445,6 +445,24 @@ async def test_a_server_that_may_not_store_says_so_and_serves_the_others(tmp_pat
         one.session.failure = None  # so that it can be closed
 
 
+@on_loop
+async def test_c8_an_idle_server_learns_that_another_took_its_store(tmp_path: Path) -> None:
+    """C8: an attempt that had ended is captured no more, so that no snapshot of it would find out."""
+    async with served(tmp_path / "s", snapshot_interval_s=0.01) as one:
+        one.captured.allow(6)
+        await Client(one.app, ASK, x_attempt_id="a").answer()
+        while one.session._has_news():
+            await asyncio.sleep(0.001)
+        assert (await Client(one.app, ASK, x_attempt_id="a").answer()).tokens == list(range(6))
+        async with served(tmp_path / "s") as two:
+            assert two.attempts.describe("a")["state"] == "ended"
+            while one.session.failure is None:
+                await asyncio.sleep(0.001)
+            refused = await Client(one.app, ASK, x_attempt_id="a").answer()
+            assert (refused.status, refused.code) == (503, "recovery_stopped")
+        assert isinstance(one.session.failure, Fenced)
+
+
 BEAM = {**ASK, "use_beam_search": True}
 IN_BODY = {"vllm_xargs": {"attempt_id": "a"}}
 

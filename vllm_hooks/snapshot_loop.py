@@ -4,9 +4,10 @@ Owns: the interval, requests for a snapshot, the last one at the end.
 Does not know: what a snapshot is (recovery.coordinator), the event loop.
 
 Invariants:
-1. Only this thread calls `Coordinator.take`.
+1. Only this thread calls `Coordinator.take` and `look`.
 2. After Fenced, or once `may_take` says no, none is taken any more.
 3. An interval in which nothing was captured and no participant has news leaves no snapshot: log entries are for ever.
+   It looks whether somebody else has taken the store, so that who is fenced knows it after an interval, idle or not.
 4. A program error in a snapshot is handed to `on_error` and ends the thread; it is never swallowed.
 """
 
@@ -88,8 +89,13 @@ class SnapshotLoop:
                         self._last = self._take("final", self._last_timeout_s)
                     return
                 if cause == "interval" and not self._has_news():
-                    continue
-                if self._take(cause).verdict is Verdict.FENCED:
+                    attempt = self._coordinator.look()
+                    if attempt is None:
+                        continue
+                    self._on_attempt(attempt)
+                else:
+                    attempt = self._take(cause)
+                if attempt.verdict is Verdict.FENCED:
                     return
         except Exception as error:
             self._on_error(error)
