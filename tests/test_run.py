@@ -218,6 +218,7 @@ def test_w1_w6_w14_signals_then_the_end_then_nothing_to_do(
     output.unlink()
     rewritten = run(config, "rewritten")
     assert rewritten.wait() == 0 and rewritten.decoded == 0, rewritten.text
+    assert "written without an engine" in rewritten.text and "engine ready" not in rewritten.text
     assert sorted(output.read_bytes().splitlines()) == sorted(data.splitlines())
 
 

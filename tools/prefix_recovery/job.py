@@ -24,7 +24,7 @@ from typing import Any
 
 from prefix_recovery import changes, saving
 from prefix_recovery.dispatch import Dispatch, Outcome, first_stop
-from prefix_recovery.engine import Engine, set_environment
+from prefix_recovery.engine import Engine, Unstarted, set_environment
 from prefix_recovery.engine_requests import check_sampling
 from prefix_recovery.job_here import job_fields, job_of
 from prefix_recovery.metrics_server import MetricsServer
@@ -33,7 +33,7 @@ from prefix_recovery.processes import descendants
 from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import BadLine, PromptFile, Sample, read_prompts
 from prefix_recovery.results import Results, write_errors
-from prefix_recovery.stored_job import check_stored
+from prefix_recovery.stored_job import Held, check_stored
 from prefix_recovery.tally import Tally
 from prefix_recovery.waiting import Notices
 from recovery.config import JobConfig, effective_mode
@@ -86,6 +86,10 @@ def _kind_of(config: JobConfig) -> type[Run]:
     return RunOnRay
 
 
+class _Undecoded(Exception):
+    """There is something to decode, and no engine was started."""
+
+
 class Run:
     """One run of a job, with an engine in this process."""
 
@@ -110,7 +114,7 @@ class Run:
         for line in self._file.bad:
             progress.say(f"{self._file.path} line {line.line}: {line.error}")
         try:
-            outcome = self._with_engine(progress) if missing else self._nothing_to_do(progress)
+            outcome = self._run(missing, progress) if missing else self._nothing_to_do(progress)
         finally:
             progress.close()
             if self._metrics is not None:
@@ -170,30 +174,53 @@ class Run:
             return 1
         return 128 + int(self._signal)
 
+    def _run(self, missing: list[Sample], progress: Progress) -> Outcome:
+        held = self._check_early(progress)
+        # What waits in a queue reaches the store through Ray, which is joined with the workers.
+        settled = self._config.rollout_checkpointing.staging == "store"
+        if settled and held is not None and held.answers([sample.name for sample in missing]):
+            try:
+                return self._without_engine(progress)
+            except _Undecoded:
+                if self._signal is not None:
+                    return Outcome()
+        return self._with_engine(progress)
+
+    def _without_engine(self, progress: Progress) -> Outcome:
+        """Write rows of answers that the store has. Raises _Undecoded if one of them turns out to be damaged."""
+        progress.say("the store has the answer of every prompt that has no row: they are written without an engine")
+        engine = Unstarted(self._config.model, self._config.engine)
+        self._serve_metrics(progress)
+        return asyncio.run(self._loop(engine, progress))
+
+    def _serve_metrics(self, progress: Progress) -> None:
+        if self._config.metrics is not None and self._metrics is None:
+            self._metrics = MetricsServer(str(self._config.metrics), self._n_results)
+            progress.say(f"metrics at {self._metrics.url}")
+
     def _with_engine(self, progress: Progress) -> Outcome:
         began = time.monotonic()
-        self._check_early(progress)
         progress.say("starting the engine")
         engine = Engine(self._config.model, self._config.engine)
         try:
-            if self._config.metrics is not None:  # its thread comes after the fork of the engine
-                self._metrics = MetricsServer(str(self._config.metrics), self._n_results)
-                progress.say(f"metrics at {self._metrics.url}")
+            self._serve_metrics(progress)  # its thread comes after the fork of the engine
             self._lock.note(descendants(os.getpid()), engine.folder)
             progress.say(f"engine ready after {time.monotonic() - began:.0f} s")
             return asyncio.run(self._loop(engine.llm, progress))
         finally:
             engine.close()
 
-    def _check_early(self, progress: Progress) -> None:
-        """What would end the run after the engine's start, told before it."""
+    def _check_early(self, progress: Progress) -> Held | None:
+        """What would end the run after the engine's start, told before it. Returns what the store has of the job."""
+        held = None
         set_environment()
         check_sampling(self._config.sampling)
         block = self._config.rollout_checkpointing
         if effective_mode(block) != "off" and block.store is not None:
             store = open_store(block.store, create=True, **block.store_options.given())
-            check_stored(store, block.restore, lambda: job_of(self._config, self._file))
+            held = check_stored(store, block.restore, lambda: job_of(self._config, self._file))
         self._look_at_rows(progress)  # the store can say more about what was changed, and is asked first
+        return held
 
     def _capturing(self, llm: Any, session: RecoverySession) -> Any:
         return RecoverableEngine(llm, session)
@@ -208,7 +235,7 @@ class Run:
                 llm,
                 self._config.rollout_checkpointing,
                 must=job_fields(self._config),
-                test=self._options.self_test,
+                test=self._options.self_test and not isinstance(llm, Unstarted),
                 keeps_results=True,
                 reading=reading,
             )
@@ -216,17 +243,9 @@ class Run:
         self._captured = lambda: session.counters.tokens_captured
         if self._metrics is not None:
             self._metrics.watch(session)
-        parity, restored = session.parity, session.restored
-        if parity.n_calls:
-            progress.say(
-                f"self-test{' of an earlier start' if parity.earlier else ''}: "
-                f"{parity.n_calls - parity.n_different} of {parity.n_calls} resumed calls equal, "
-                f"largest logprob gap {parity.largest_gap:.2g}: resumes are {parity.grade}; "
-                f"capture by {'reading the front end' if parity.pull_agrees else 'streaming'}"
-            )
-        for apart in parity.divergences:
-            gap = "" if apart.best_gap is None else f", where the two best logits were {apart.best_gap:.2g} apart"
-            progress.say(f"self-test: a resumed call went another way at token {apart.at}{gap}")
+        for line in saving.parity_lines(session.parity):
+            progress.say(line)
+        restored = session.restored
         counters = session.counters
         if restored is not None:
             for line in saving.restored_lines(restored, counters.calls_restored, counters.tokens_reused):
@@ -246,6 +265,9 @@ class Run:
         )
         self._results.reread()
         todo: list[Sample] = await dispatch.matched()
+        if todo and isinstance(llm, Unstarted):
+            await session.stop(last_snapshot=False)
+            raise _Undecoded
         progress.decoding()
         try:
             async with asyncio.TaskGroup() as group:

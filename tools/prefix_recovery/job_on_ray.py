@@ -39,10 +39,9 @@ from vllm_hooks.ray_workers.ray_here import connected
 
 
 class RunOnRay(Run):
-    """See job.Run."""
+    """See job.Run. Where it is given an engine's configuration, no worker is needed, and it runs as one process."""
 
     def _with_engine(self, progress: Progress) -> Outcome:
-        self._check_early(progress)
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/tmp"))
         try:
             queued = self._config.rollout_checkpointing.staging == "transfer_queue"
@@ -61,12 +60,16 @@ class RunOnRay(Run):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _capturing(self, llm: Any, session: Any) -> Any:
-        return RemoteEngine(self._like, session)
+        return RemoteEngine(self._like, session) if llm is None else super()._capturing(llm, session)
 
     def _closing_lines(self, session: Any) -> Iterator[str]:
+        if not isinstance(session, RemoteSession):
+            return super()._closing_lines(session)
         return iter(saving.rejected_lines("that were stored", session.rejected))
 
     async def _open_session(self, llm: Any, progress: Progress) -> Any:
+        if llm is not None:
+            return await super()._open_session(llm, progress)
         config, block, began = self._config, self._config.rollout_checkpointing, time.monotonic()
         start = functools.partial(Engine, config.model, config.engine)
         arguments = (start, block, job_fields(config), self._options.self_test)

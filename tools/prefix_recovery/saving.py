@@ -1,6 +1,6 @@
 """What a run tells its operator about what was and was not saved: lines for stderr.
 
-Owns: the words for what a restore found, and for what was not stored in the end.
+Owns: the words for what the self-test saw, what a restore found, and what was not stored in the end.
 Does not know: when a line is shown, what waits meanwhile (waiting.py), the engine.
 
 Invariants:
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from recovery.restored import Restored
 from recovery.staging import StagingCounters
+from vllm_hooks.parity import Parity
 
 
 def restored_lines(restored: Restored, n_calls: int, n_tokens: int) -> Iterator[str]:
@@ -28,6 +29,20 @@ def restored_lines(restored: Restored, n_calls: int, n_tokens: int) -> Iterator[
     yield from rejected_lines("of the later segments", restored.rejected)
     if restored.uncollected is not None:
         yield f"garbage of earlier runs stays for a later run to collect: {restored.uncollected.message}"
+
+
+def parity_lines(parity: Parity) -> Iterator[str]:
+    """What the self-test saw, if one was run."""
+    if parity.n_calls:
+        yield (
+            f"self-test{' of an earlier start' if parity.earlier else ''}: "
+            f"{parity.n_calls - parity.n_different} of {parity.n_calls} resumed calls equal, "
+            f"largest logprob gap {parity.largest_gap:.2g}: resumes are {parity.grade}; "
+            f"capture by {'reading the front end' if parity.pull_agrees else 'streaming'}"
+        )
+    for apart in parity.divergences:
+        gap = "" if apart.best_gap is None else f", where the two best logits were {apart.best_gap:.2g} apart"
+        yield f"self-test: a resumed call went another way at token {apart.at}{gap}"
 
 
 def closing_lines(staging: StagingCounters, rejected: Mapping[str, int]) -> Iterator[str]:

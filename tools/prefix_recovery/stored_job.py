@@ -1,4 +1,5 @@
-"""Whether a run would be refused by what its store holds: asked before anything is claimed and any engine starts.
+"""Whether a run would be refused by what its store holds, and what of it the store has already: asked before anything
+is claimed and any engine starts.
 
 Owns: which snapshot is looked at, and the order of the checks.
 Does not know: what a difference is (changes.py, vllm_hooks.opening), the engine.
@@ -12,8 +13,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import dataclass
 
 from prefix_recovery import changes
 from prefix_recovery.job_here import JobHere
@@ -31,7 +33,22 @@ from snapshot_inspect.places import ledger_codec, segment_codec
 from vllm_hooks.opening import refuse_foreign
 
 
-def check_stored(store: ObjectStore, choice: Choice, job: Callable[[], JobHere]) -> changes.Compared | None:
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a restore would find. `same`: calls with the prompt and sampling that are asked for now; `ended`: names of
+    the calls whose whole answer is stored; `n_open`: calls of which a part is.
+    """
+
+    same: int
+    ended: frozenset[str]
+    n_open: int
+
+    def answers(self, names: Collection[str]) -> bool:
+        """Whether the store has every answer of these samples, and no call that anything could be decoded for."""
+        return not self.n_open and self.ended.issuperset(names)
+
+
+def check_stored(store: ObjectStore, choice: Choice, job: Callable[[], JobHere]) -> Held | None:
     """Raise what a run of `job` would be refused with; None if there is nothing to compare with.
 
     `job` is asked for only if there is: to find out what a job is takes a second or more.
@@ -53,7 +70,9 @@ def check_stored(store: ObjectStore, choice: Choice, job: Callable[[], JobHere])
     if not isinstance(choice, int):
         epoch, flushed = loaded.snapshot.slot.epoch, loaded.flushed
         adopt(store, segments, loaded.ledger, epoch=epoch, flushed=flushed, collected=())
-    return refuse_changed(store, segments, loaded.ledger, here)
+    found = refuse_changed(store, segments, loaded.ledger, here)
+    ended = frozenset(entry.identity.rollout for entry in loaded.ledger if entry.ended is not None)
+    return Held(found.same, ended, sum(entry.ended is None and entry.n_tokens > 0 for entry in loaded.ledger))
 
 
 def refuse_changed(store: ObjectStore, segments: SegmentCodec, ledger: Ledger, here: JobHere) -> changes.Compared:
