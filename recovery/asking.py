@@ -72,6 +72,7 @@ class Asked:
         self._answer: object = None
         self._raised: BaseException | None = None
         self._under_way = False
+        self._not_restored: BaseException | None = None
         self.due = 0.0
         """When what is under way is overdue, on the clock."""
         self.name = participant.name
@@ -89,14 +90,22 @@ class Asked:
     def is_of(self, participant: Participant) -> bool:
         return self._participant is participant
 
-    def restore(self, state: bytes, rewound: bool) -> BaseException | None:
-        """Have it take up its state; blocks. Returns what it raised, a TimeoutError at the deadline, or None."""
+    def restore(self, state: bytes, rewound: bool) -> None:
+        """Have it take up its state; returns at once."""
         with self._changed:
             self._call("restore", lambda: self._participant.restore(state, rewound))
-            if self._wait(lambda: self.state is not State.RESTORING):
-                return self._raised
-            self._membership.on(Event.OVERDUE)
-            return TimeoutError(f"it did not return within {self._timeout_s:g} s")
+
+    def restored(self) -> BaseException | None:
+        """Blocks until it has taken its state up. Returns what it raised, a TimeoutError at the deadline, or None.
+
+        Several may wait, and all are told the same.
+        """
+        with self._changed:
+            if not self._wait(lambda: self.state is not State.RESTORING):
+                self._not_restored = TimeoutError(f"it did not return within {self._timeout_s:g} s")
+                self._membership.on(Event.OVERDUE)
+                self._changed.notify_all()
+            return self._not_restored
 
     def ask(self, deadline: float) -> SnapshotAbandoned | None:
         """Begin to prepare; returns at once, unless it is still being told of the snapshot before (until that is due).
@@ -174,6 +183,8 @@ class Asked:
             if raised is not None and self.state is State.TELLING:
                 self.faults.commits_raised += 1
                 self._fault(f"raised when it was told how a snapshot ended: {words_of(raised)}")
+            if self.state is State.RESTORING:
+                self._not_restored = raised
             effect = self._membership.on(Event.RETURNED if raised is None else Event.RAISED)
             self._changed.notify_all()
             self._do(effect)

@@ -10,7 +10,7 @@ Invariants:
 1. Who was held is released, whoever refused; releasing who is not held is harmless.
 2. A restored state stays in every snapshot until a participant that owns its name is there; from then on only that
    participant's word counts, also when it leaves the name out.
-3. No two participants give a state of one name.
+3. No two participants give a state of one name. Who joins again is one, not two: it takes its state up once.
 4. All are asked at the same time, and nobody waits for a participant but the snapshot that asked: not a call, not a
    lease, no other participant once one has failed.
 5. A state that was given is in that snapshot or in none; one that did not come costs the attempt.
@@ -59,6 +59,9 @@ class Participants:
             running: it has a state of its own by now (a coordinator of other processes has taken another's place), and
                 takes none up. Until it has given it, what the store has of it stays in every snapshot.
 
+        One that has joined and joins again (the answer to its first try may have been lost) is there as it was, and is
+        handed nothing.
+
         Raises InputError for a name, a time or an object that cannot be used, Damaged for a stored state that does not
         match its digest, and ParticipantFailed if it did not take its state up in time; the state then stays in every
         snapshot.
@@ -77,24 +80,32 @@ class Participants:
                         f"the participant {one.name!r:.80} is none here, and still in {left.under_way}",
                         hint="let it return first, or join with another object",
                     )
-            if not _NAME.fullmatch(one.name) or name in self._joined:
-                why = "is taken" if name in self._joined else "is not 1 to 64 of a-z 0-9 . _ -"
+            there = self._joined.get(name)
+            if not _NAME.fullmatch(one.name) or (there is not None and not there.is_of(one)):
+                why = "is not 1 to 64 of a-z 0-9 . _ -" if there is None else "is taken"
                 raise InputError(f"the participant's name {one.name!r:.80} {why}", hint="give it another name")
-            carried = None if running else self._carried.get(name)
-            state = None if carried is None else unpacked(carried, name)
-            asked = Asked(one, timeout_s, self._clock, self._changed, restores=state is not None)
-            self._joined[name] = asked
-        if state is None:
+            asked = self._begun(one, name, timeout_s, running) if there is None else there
+        raised = asked.restored()
+        if raised is None:
             return
-        raised = asked.restore(state, self._rewound)
         with self._changed:
-            if raised is not None:
-                self._joined.pop(name, None)
+            if self._joined.get(name) is asked:  # of its tries, the first that is told
+                del self._joined[name]
                 self._left.append(asked)
-                raise ParticipantFailed(
-                    f"participant {one.name!r} did not take up its state: {words_of(raised)}",
-                    hint="mend it and run again; what the store has of it stays in every snapshot",
-                ) from raised
+        raise ParticipantFailed(
+            f"participant {one.name!r} did not take up its state: {words_of(raised)}",
+            hint="mend it and run again; what the store has of it stays in every snapshot",
+        ) from raised
+
+    def _begun(self, one: Participant, name: str, timeout_s: float, running: bool) -> Asked:
+        """It has joined, and is taking up its state if there is one."""
+        carried = None if running else self._carried.get(name)
+        state = None if carried is None else unpacked(carried, name)
+        asked = Asked(one, timeout_s, self._clock, self._changed, restores=state is not None)
+        self._joined[name] = asked
+        if state is not None:
+            asked.restore(state, self._rewound)
+        return asked
 
     def leave(self, name: str) -> None:
         """It has ended: from the next snapshot on nothing of it is kept. Harmless for one that is not there."""

@@ -499,3 +499,60 @@ def test_a_participant_that_dies_costs_attempts_until_it_leaves(world: World, st
     finally:
         one.process.kill()
         one.process.wait()
+
+
+def test_one_that_joins_again_has_joined_once(world: World) -> None:
+    """The answer to its first try was lost: asked again, it is handed nothing, and stays in every snapshot."""
+    world.parts.join(agent := Agent("agent", b"first"), PATIENCE_S)
+    world.parts.join(agent, PATIENCE_S)
+    with pytest.raises(InputError, match="is taken"):
+        world.parts.join(Agent("agent"), PATIENCE_S)
+    assert world.take().verdict is Verdict.PUBLISHED and world.stored() == {"agent": b"first"}
+    world.life.close()
+    later = World(world.life.store, 2)  # type: ignore[arg-type]
+    again = Agent("agent", b"then")
+    again.hangs = "restore"
+    threads = [threading.Thread(target=later.parts.join, args=(again, PATIENCE_S)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert again.inside.wait(PATIENCE_S)
+    again.go_on.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    later.parts.join(again, PATIENCE_S)
+    assert again.restored == [(b"first", False)]
+    assert later.take().verdict is Verdict.PUBLISHED and later.stored() == {"agent": b"then"}
+    wait_for("it to be told once", lambda: again.told == [True] and idle(later.parts))
+    later.life.close()
+
+
+@pytest.mark.parametrize("timeout_s", [PATIENCE_S, SHORT_S])
+def test_all_tries_of_one_that_does_not_take_its_state_up_are_told_so(world: World, timeout_s: float) -> None:
+    world.parts.join(Agent("agent", b"kept"), PATIENCE_S)
+    assert world.take().verdict is Verdict.PUBLISHED
+    world.life.close()
+    later = World(world.life.store, 2)  # type: ignore[arg-type]
+    bad = Agent("agent")
+    bad.hangs, bad.raises = "restore", {"restore": RuntimeError("broken")}
+    told: list[str] = []
+
+    def join() -> None:
+        try:
+            later.parts.join(bad, timeout_s)
+        except (ParticipantFailed, InputError) as error:
+            told.append(str(error))
+
+    threads = [threading.Thread(target=join) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert bad.inside.wait(PATIENCE_S)
+    if timeout_s == SHORT_S:  # nobody lets it go before all of them have given up
+        wait_for("all to be told", lambda: len(told) == 3)
+    bad.go_on.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    # One that comes after the others were told, is told that it has not come back, or tries anew.
+    assert len(told) == 3 and all("did not take up its state" in one or "still in restore" in one for one in told)
+    assert not later.parts._joined and later.take().verdict is Verdict.PUBLISHED
+    assert later.stored() == {"agent": b"kept"}
+    later.life.close()

@@ -33,7 +33,7 @@ from vllm_hooks import surface
 from vllm_hooks.capture import RecoverableEngine, drain
 from vllm_hooks.fingerprint import engine_fields
 from vllm_hooks.opening import SystemEntropy, staging_for
-from vllm_hooks.ray_workers.answers import RemoteParticipant, answer, asking
+from vllm_hooks.ray_workers.answers import RemoteParticipants, answer, asking
 from vllm_hooks.ray_workers.coordination import Coordination
 from vllm_hooks.ray_workers.messages import (
     Claimed,
@@ -71,6 +71,7 @@ class CoordinatorActor:
     ) -> None:
         again = again or bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._failure: RecoveryError | None = None
+        self._remote = RemoteParticipants()
         while True:
             try:
                 self._inner = Coordination.open(config, must, recorded, stop, owner=owner, again=again)
@@ -101,14 +102,12 @@ class CoordinatorActor:
 
     def go_on(self, participants: Mapping[str, tuple[Any, float]]) -> None:
         """In another's place, with its participants: handle and deadline by name."""
-        asked = [
-            (RemoteParticipant(name, handle, timeout_s), timeout_s)
-            for name, (handle, timeout_s) in participants.items()
-        ]
+        asked = [(self._remote.of(name, *given), given[1]) for name, given in participants.items()]
         self._coordination().go_on(asked)
 
-    def join_participant(self, name: str, handle: Any, timeout_s: float) -> None:
-        self._coordination().participants.join(RemoteParticipant(name, handle, timeout_s), timeout_s)
+    def join_participant(self, name: str, handle: Any, timeout_s: float, running: bool = False) -> None:
+        one = self._remote.of(name, handle, timeout_s)
+        self._coordination().participants.join(one, timeout_s, running=running)
 
     def participant_left(self, name: str) -> None:
         self._coordination().participants.leave(name)

@@ -5,11 +5,14 @@ Does not know: who asks what.
 
 Invariants:
 1. An error of ours arrives as what was raised; that there is no process any more arrives as Gone.
+2. One actor under one name is one participant here, however often it is spoken of: who joins again is known again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -65,6 +68,22 @@ def asking(worker: WorkerId, handle: Any) -> Ask:
         return asked
 
     return ask
+
+
+class RemoteParticipants:
+    """Those of one coordinator, for as long as anybody has one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: weakref.WeakValueDictionary[tuple[str, Any], RemoteParticipant] = weakref.WeakValueDictionary()
+
+    def of(self, name: str, handle: Any, timeout_s: float) -> RemoteParticipant:
+        """The same one for the same actor: a handle is another object each time that it is sent."""
+        with self._lock:
+            one = self._found.get((name, handle))
+            if one is None:
+                one = self._found[name, handle] = RemoteParticipant(name, handle, timeout_s)
+            return one
 
 
 class RemoteParticipant:

@@ -11,6 +11,8 @@ Invariants:
 3. One that is being started is not silent before STARTING_S: a slow machine must not begin anew for ever.
 4. A coordinator that took another's place takes no snapshot before all participants are with it (`go_on`): a snapshot
    of the calls of this moment with a participant's state of an earlier one would be of no moment at all.
+5. An actor that joins is with the coordinator of the moment once `join` returns, and is there once: also if an answer
+   was lost, or if the one that it joined has been replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -133,10 +135,13 @@ class CoordinatorLink:
         """Have an actor take part in every snapshot: recovery.ports.Participant, its methods called by Ray.
 
         It is handed what the restored snapshot has of it, once; a coordinator that takes this one's place finds it
-        as it is. Raises what recovery.participants.Participants.join raises.
+        as it is. To join again is to have joined. Raises what recovery.participants.Participants.join raises.
         """
-        await self.ask("join_participant", name, participant, timeout_s, timeout_s=timeout_s + self.silent_s)
-        self._participants[name] = (participant, timeout_s)
+        given = (name, participant, timeout_s)
+        await self.ask("join_participant", *given, timeout_s=timeout_s + self.silent_s)
+        self._participants[name] = given[1:]
+        # One that was put in its place meanwhile may have been told of the others only.
+        await self.ask("join_participant", *given, True)
 
     async def leave(self, name: str) -> None:
         """It has ended: from the next snapshot on nothing of it is kept. Harmless for one that is not there."""
