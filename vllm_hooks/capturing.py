@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recovery.asked import checked
 from recovery.buffer import Columns
 from recovery.calls import CallTable, Captured, LiveCall
 from recovery.config import CheckpointingConfig
@@ -113,7 +114,10 @@ class Capturing:
         """The live call for a request: new, carried on from a restore, or carried on after an interruption.
 
         `placed`: it is a call of a trajectory, and replaces what the store has at its place.
+
+        Raises InputError for what cannot be kept (recovery.asked).
         """
+        request = checked(request)
 
         def check() -> None:
             self.raise_if_failed()

@@ -13,13 +13,13 @@ Invariants:
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from recovery.asked import plain, prompt_ids
+from recovery.errors import InputError
 from recovery.model import Int32Array, PolicyVersion
 from recovery.resume import Resume, StopRules
 from recovery.resume_table import PREFIX_SAFE, UNCAPTURED
@@ -31,40 +31,29 @@ _DELIVERY = frozenset({"output_kind", "stream_interval", "skip_clone", "flat_log
 
 
 def sampling_fields(params: Any) -> dict[str, Any]:
-    """The public fields of a SamplingParams that differ from their defaults, as JSON-able values.
+    """The public fields of a SamplingParams that differ from their defaults, as plain JSON values.
 
-    `temperature` is always there. Delivery fields are left out.
+    `temperature` is always there. Delivery fields are left out. Raises InputError that names the field (`sampling.…`)
+    for a value that JSON does not have.
     """
     fresh = type(params)()
     found: dict[str, Any] = {}
     for name in params.__struct_fields__:
         if name.startswith("_") or name in _DELIVERY or name == "output_text_buffer_length":
             continue
-        value = getattr(params, name)
-        if isinstance(value, np.ndarray):
-            value = value.tolist()
-        if value != getattr(fresh, name) and value not in ([], {}, ""):
-            found[name] = _jsonable(value)
+        given = getattr(params, name)
+        if given is (default := getattr(fresh, name)):
+            continue
+        value = plain(given, ("sampling", name))
+        if value != default and value not in ([], {}, ""):
+            found[name] = value
     if found.get("skip_reading_prefix_cache") is False:
         del found["skip_reading_prefix_cache"]  # what __post_init__ makes of None
-    found["temperature"] = float(params.temperature)
+    temperature = plain(params.temperature, ("sampling", "temperature"))
+    if not isinstance(temperature, int | float):
+        raise InputError(f"sampling.temperature is {temperature!r:.80}", hint="give it a number, 0 or above")
+    found["temperature"] = float(temperature)
     return found
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, str | bool | int) or value is None:
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
-    if isinstance(value, Sequence | set | frozenset):
-        items = sorted(value) if isinstance(value, set | frozenset) else value
-        return [_jsonable(item) for item in items]
-    try:
-        return msgspec.to_builtins(value)
-    except TypeError:
-        return repr(value)
 
 
 def sampling_params(fields: Mapping[str, Any]) -> Any:
@@ -114,10 +103,10 @@ async def prompt_token_ids(
 
     Text goes through the engine's own renderer, once, so that special tokens are added exactly as the engine would
     (case K2); so do ids when `tokenization` (generate's `tokenization_kwargs`) could change them. The last item names
-    the kind of prompt if it is one that cannot be captured, else "".
+    the kind of prompt if it is one that cannot be captured, else "". Raises InputError for what is no text and no ids.
     """
     if isinstance(prompt, list | tuple) and not tokenization:
-        return np.asarray(prompt, dtype=np.int32), token_prompt(prompt), ""
+        return prompt_ids(prompt), token_prompt(prompt), ""
     if not isinstance(prompt, str | Mapping | list | tuple):
         return None, prompt, type(prompt).__name__
     if isinstance(prompt, Mapping):
@@ -126,13 +115,14 @@ async def prompt_token_ids(
                 return None, prompt, kind
     has_ids = isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None
     if isinstance(prompt, Mapping) and has_ids and ("type" in prompt or not tokenization):
-        return np.asarray(prompt["prompt_token_ids"], dtype=np.int32), prompt, ""
+        return prompt_ids(prompt["prompt_token_ids"]), prompt, ""
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
+    plain(prompt.get("prompt") if isinstance(prompt, Mapping) else prompt, ("prompt",))
     parsed = parse_model_prompt(engine.model_config, prompt)
     how = engine.renderer.default_cmpl_tok_params.with_kwargs(**(tokenization or {}))
     (rendered,) = await engine.renderer.render_cmpl_async([parsed], how)
-    return np.asarray(rendered["prompt_token_ids"], dtype=np.int32), rendered, ""
+    return prompt_ids(rendered["prompt_token_ids"]), rendered, ""
 
 
 def token_prompt(token_ids: Sequence[int], like: Any = None) -> dict[str, Any]:
