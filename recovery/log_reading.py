@@ -13,12 +13,11 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from recovery import log
+from recovery import log, notes
 from recovery.errors import CredentialsRefused, Damaged, NotFoundOrRefused, ObjectMissing
 from recovery.log import Slot
 from recovery.ports import ObjectStore
@@ -112,10 +111,10 @@ def listed_tail(store: ObjectStore) -> int:
 def _hinted(store: ObjectStore) -> int | None:
     """What the hint says, if it is there and could be true."""
     try:
-        tail = json.loads(store.get(log.HINT_KEY, 0, 4096))["tail"]
-    except (ObjectMissing, NotFoundOrRefused, ValueError, KeyError, TypeError, RecursionError):
+        note = notes.object_in(store.get(log.HINT_KEY, 0, 4096)) or {}
+    except (ObjectMissing, NotFoundOrRefused):
         return None
-    return tail if type(tail) is int and 1 <= tail < 10**12 else None
+    return notes.whole(note.get("tail"), 1, 10**12 - 1)
 
 
 def walk_back(store: ObjectStore, tail: int) -> Iterator[Read | Damaged]:

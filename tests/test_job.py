@@ -37,6 +37,7 @@ from recovery.model import PolicyVersion, Request, Restarted, Resumed
 from recovery.restored import PassedOver, Restored
 from recovery.staging import StagingCounters
 from tests.job_files import write_job, write_lines
+from tests.test_notes import GARBAGE, NUMBERS
 
 # ---- prompts -------------------------------------------------------------------------------------------------------
 
@@ -249,6 +250,9 @@ def test_a_missing_newline_at_the_end_is_added(tmp_path: Path, opened: Callable[
         "my notes\n",
         '{"id": "a"}\n',
         '{"id": "a", "sample_index": "x", "token_ids": []}\n',
+        '{"id": "a", "sample_index": 1e400, "token_ids": []}\n',
+        '{"id": "a", "sample_index": 1.5, "token_ids": []}\n',
+        "[" * 100_000 + "\n",
         '{"a": 1}',
         "[1]\n",
         "5",
@@ -406,6 +410,22 @@ def test_one_run_holds_an_output(tmp_path: Path, holder: subprocess.Popen[bytes]
     assert lock.acquire() == []
     lock.release()
     assert lock.path.read_bytes() == b""
+
+
+def test_a_mangled_note_stops_nobody(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+    """Who holds the output is not known then, but that somebody does; and nothing is ended on its word."""
+    lock = OutputLock(tmp_path / "out.jsonl")
+    runs = [f'{{"pid": {number}, "started": 1, "boot": "b"}}' for number in NUMBERS]
+    for note in (*GARBAGE, *(f'{{"run": {run}}}'.encode() for run in runs)):
+        lock.path.write_bytes(note)
+        with pytest.raises(Locked, match=r"another run holds the output .* \(pid \?\)"):
+            lock.acquire()
+    holder.kill()
+    holder.wait()
+    for note in (*GARBAGE, f'{{"folder": 7, "children": [{", ".join(runs)}]}}'.encode()):
+        lock.path.write_bytes(note)
+        assert lock.acquire() == []
+        lock.release()
 
 
 def test_a_second_run_exits_11_and_names_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import OnLoop
+from tests.test_notes import GARBAGE
 from vllm_hooks import parity_cache
 from vllm_hooks.parity import Divergence, Parity
 from vllm_hooks.start import graded
@@ -68,16 +69,29 @@ def test_what_found_something_amiss_is_tested_again(tmp_path: Path, bad: Parity)
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "7", '{"grade": "bitwise"}', '{"grade": "perfect", "n_calls": 4, "largest_gap": 0}'],
+    "note",
+    [*GARBAGE, b'{"grade": "bitwise"}', b'{"grade": "perfect", "n_calls": 4, "largest_gap": 0.0}'],
+    ids=range(len(GARBAGE) + 2),
 )
-def test_a_file_that_is_no_grade_counts_for_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / "parity-k.json").write_text(text)
+def test_a_file_that_is_no_grade_counts_for_nothing(tmp_path: Path, note: bytes) -> None:
+    (tmp_path / "parity-k.json").write_bytes(note)
     assert parity_cache.load("k", tmp_path) is None
-    for name, value in (("n_calls", 0), ("largest_gap", "NaN"), ("largest_gap", None), ("grade", "statistical")):
-        found = {"grade": "bitwise", "n_calls": 4, "largest_gap": 0.0, name: value}
-        (tmp_path / "parity-k.json").write_text(json.dumps(found))
-        assert parity_cache.load("k", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("n_calls", value) for value in (0, -1, 4.0, True, "4", None, float("inf"))),
+        *(("largest_gap", value) for value in (float("inf"), float("nan"), -1.0, "NaN", None, True)),
+        *(("grade", value) for value in ("statistical", None, 7, ["bitwise"])),
+    ],
+)
+def test_a_grade_with_a_mangled_member_counts_for_nothing(tmp_path: Path, name: str, value: Any) -> None:
+    found = {"grade": "bitwise", "n_calls": 4, "largest_gap": 0.0}
+    (tmp_path / "parity-k.json").write_text(json.dumps(found))
+    assert parity_cache.load("k", tmp_path) is not None
+    (tmp_path / "parity-k.json").write_text(json.dumps({**found, name: value}))
+    assert parity_cache.load("k", tmp_path) is None
 
 
 def test_without_a_place_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

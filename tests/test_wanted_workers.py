@@ -11,6 +11,7 @@ from prefix_recovery.cli import main
 from prefix_recovery.output_lock import OutputLock
 from prefix_recovery.wanted_workers import WantedWorkers
 from tests.job_files import write_job
+from tests.test_notes import GARBAGE
 
 
 @pytest.fixture
@@ -31,6 +32,14 @@ def test_without_a_run_on_ray_there_is_nothing_to_scale(job: Path, capsys: pytes
         lock.release()
     WantedWorkers(output, 2, print)  # what a run left that was killed
     assert main(["workers", str(job)]) == 2
+
+
+@pytest.mark.parametrize("note", [*GARBAGE, b'{"run": {"pid": 1e400, "started": 1, "boot": "b"}}', b'{"run": 7}'])
+def test_a_mangled_lock_names_no_run(job: Path, note: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    WantedWorkers(job.parent / "results.jsonl", 2, print)
+    (job.parent / "results.jsonl.lock").write_bytes(note)
+    assert main(["workers", str(job), "3"]) == 2
+    assert "no run on Ray" in capsys.readouterr().err
 
 
 @pytest.fixture

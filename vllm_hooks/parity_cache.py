@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recovery import notes
 from vllm_hooks.parity import Parity
 
 VARIABLE = "PREFIX_RECOVERY_CACHE"
@@ -75,17 +77,14 @@ def load(key: str, where: Path | None) -> Parity | None:
     if where is None:
         return None
     try:
-        found = json.loads((where / f"parity-{key}.json").read_text(encoding="utf-8"))
-        return _parity_of(found)
-    except (OSError, ValueError, TypeError, KeyError):
+        note = (where / f"parity-{key}.json").read_bytes()
+    except OSError:
         return None
-
-
-def _parity_of(found: Any) -> Parity:
-    n_calls, gap = int(found["n_calls"]), float(found["largest_gap"])
-    if found["grade"] not in ("bitwise", "token") or n_calls < 1 or not 0 <= gap < float("inf"):
-        raise ValueError("not a grade")
-    return Parity(found["grade"], n_calls, 0, gap, pull_agrees=True, earlier=True)
+    found = notes.object_in(note) or {}
+    grade, n_calls, gap = found.get("grade"), notes.whole(found.get("n_calls"), 1, 2**31), found.get("largest_gap")
+    if grade not in ("bitwise", "token") or n_calls is None or type(gap) is not float or not 0 <= gap < math.inf:
+        return None
+    return Parity(grade, n_calls, 0, gap, pull_agrees=True, earlier=True)
 
 
 def store(key: str, parity: Parity, where: Path | None) -> None:

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from recovery import notes
 from recovery.errors import ConfigError
 
 RECIPE = "recipe.json"
@@ -144,10 +145,12 @@ def existing(target: Path, recipe: Mapping[str, Any]) -> bool:
         return False
     hint = "give another folder, or remove this one"
     try:
-        made = json.loads((target / RECIPE).read_text(encoding="utf-8"))
-        files = dict(made.pop("files"))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise ConfigError(f"{target} exists and is not a folder made by this command", hint=hint) from None
+        made = notes.object_in((target / RECIPE).read_bytes()) or {}
+    except OSError:
+        made = {}
+    files = made.pop("files", None)
+    if not isinstance(files, dict):
+        raise ConfigError(f"{target} exists and is not a folder made by this command", hint=hint)
     lost = [n for n, size in files.items() if not (target / n).is_file() or (target / n).stat().st_size != size]
     if lost:
         raise ConfigError(f"{target} was whole once; {', '.join(lost)} is gone or was changed", hint=hint)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from prefix_recovery.processes import Identity, end_leftovers
+from recovery import notes
 from recovery.errors import ConfigError, Locked, StoreFull
 
 FOLDER_PREFIX = "prefix-recovery-"
@@ -108,8 +109,5 @@ class OutputLock:
             self._fd = -1
 
     def _read(self) -> Mapping[str, Any]:
-        try:
-            document = json.loads(os.pread(self._fd, 1 << 20, 0) or b"{}")
-        except ValueError:
-            return {}
-        return document if isinstance(document, dict) else {}
+        """Empty if it is not there or mangled: a crash may have left any part of it, and stands in nobody's way."""
+        return notes.object_in(os.pread(self._fd, 1 << 20, 0)) or {}

@@ -17,6 +17,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from recovery import notes
+
+_MAX = 2**63 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -44,10 +48,12 @@ class Identity:
 
     @classmethod
     def from_json(cls, value: Any) -> Identity | None:
-        try:
-            return cls(int(value["pid"]), int(value["started"]), str(value["boot"]))
-        except (KeyError, TypeError, ValueError):
+        """Of a note; None if it is none that `as_json` gave."""
+        if not isinstance(value, dict):
             return None
+        pid, started = (notes.whole(value.get(name), 0, _MAX) for name in ("pid", "started"))
+        boot = value.get("boot")
+        return cls(pid, started, boot) if pid and started is not None and isinstance(boot, str) else None
 
     def as_json(self) -> dict[str, Any]:
         return {"pid": self.pid, "started": self.started, "boot": self.boot}

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from recovery import notes
 from recovery.errors import ConfigError, StoreFull
 
 Key = tuple[str, int]
@@ -98,7 +99,7 @@ class Results:
         """Note one line; False if it is the torn last one."""
         try:
             row = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             # A kill leaves the beginning of a row; a power failure may leave zeros where it should be.
             begin = b'{"id": '
             torn = raw.startswith(begin) or begin.startswith(raw) or not raw.strip(b"\0")
@@ -106,11 +107,14 @@ class Results:
                 return False
             raise self._foreign(number, "it is not JSON") from error
         try:
-            key = (str(row["id"]), int(row["sample_index"]))
+            name, index = str(row["id"]), notes.whole(row["sample_index"], 0)
             row["token_ids"]
             source = row.get("source")
         except (ValueError, KeyError, TypeError) as error:
             raise self._foreign(number, f"it lacks {error}") from error
+        if index is None:
+            raise self._foreign(number, "its sample_index is no number of a sample")
+        key = (name, index)
         if key in self.done:
             raise ConfigError(
                 f"{self.path} line {number} repeats the result of {key[0]!r} sample {key[1]}",

@@ -11,12 +11,12 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from prefix_recovery.processes import Identity
+from recovery import notes
 from recovery.config import JobConfig
 from recovery.errors import ConfigError
 
@@ -90,10 +90,10 @@ def run_workers(config: JobConfig, n: int | None) -> int:
 def _run_lives(output: Path) -> bool:
     """By the note that it leaves beside its output (output_lock.py)."""
     try:
-        noted = json.loads(output.with_name(output.name + ".lock").read_bytes() or b"{}")
-    except (OSError, ValueError):
+        noted = notes.object_in(output.with_name(output.name + ".lock").read_bytes())
+    except OSError:
         return False
-    run = Identity.from_json(noted.get("run")) if isinstance(noted, dict) else None
+    run = Identity.from_json((noted or {}).get("run"))
     return run is not None and run.alive()
 
 

@@ -12,11 +12,10 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from recovery import log
+from recovery import log, notes
 from recovery.errors import (
     ConfigError,
     CredentialsRefused,
@@ -127,12 +126,11 @@ def _blocked(store: ObjectStore, seq: int) -> Unreadable | None:
 
 def _hint(store: ObjectStore, tail: int) -> Hint:
     try:
-        said = json.loads(store.get(log.HINT_KEY, 0, 4096))["tail"]
+        note = notes.object_in(store.get(log.HINT_KEY, 0, 4096)) or {}
     except (ObjectMissing, NotFoundOrRefused):
         return Hint("absent", None)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return Hint("garbage", None)
-    if type(said) is not int or said < 1:
+    said = notes.whole(note.get("tail"), 1)
+    if said is None:
         return Hint("garbage", None)
     if said <= tail:
         return Hint("current" if said == tail else "behind", said)
