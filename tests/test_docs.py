@@ -201,8 +201,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert anchor in _anchors(there), f"{page.name}: {target}"
 
 
-def _hooks() -> Any:
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+def _hooks(name: str = "site_hooks") -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -218,6 +218,41 @@ def test_the_reference_has_every_field_with_its_meaning() -> None:
             (row,) = re.findall(rf"^\| `{name}` \|.*$", text, re.MULTILINE) or [""]
             assert field.get("description", "") in row, name
     assert "| `model` | string | **needed** |" in text
+
+
+def test_every_diagram_is_a_picture_of_the_site() -> None:
+    pictures, n = _hooks("site_pictures"), 0
+    for page in PAGES:
+        text = page.read_text()
+        shown = pictures.with_pictures(text, f"some/{page.name}")
+        count = text.count("```mermaid")
+        assert "```mermaid" not in shown and count == len(pictures.BLOCK.findall(text))
+        assert all(f"]({page.stem}-diagram-{k + 1}.svg)" in shown for k in range(count))
+        n += count
+    assert n >= 5
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('<script src="https://unpkg.com/x.js"></script>', ["<script> of https://unpkg.com/x.js"]),
+        ('<script src="assets/x.js"></script><a href="https://example.org">x</a>', []),
+        ('<link rel="stylesheet" href="//fonts.example/css">', ["<link> of //fonts.example/css"]),
+        ('<link rel="preconnect" href="https://fonts.example">', ["<link> of https://fonts.example"]),
+        ('<link rel="canonical" href="https://example.org/"><link rel="icon" href="assets/icon.png">', []),
+        ('<img src="HTTPS://example.org/x.png"><img src="x.png">', ["<img> of HTTPS://example.org/x.png"]),
+        ("<style>@font-face{src:url('https://f.example/a.woff')}</style>", ["https://f.example/a.woff"]),
+        ('<p style="background: url(//b.example/b.png)">url(//shown.example)</p>', ["//b.example/b.png"]),
+        ('<pre class="mermaid"><code>x</code></pre>', ["a Mermaid diagram that is not a picture"]),
+    ],
+)
+def test_what_a_page_loads_from_elsewhere_is_found(text: str, found: list[str]) -> None:
+    assert list(_hooks("site_alone").elsewhere(text)) == found
+
+
+def test_what_a_style_sheet_loads_from_elsewhere_is_found() -> None:
+    text = "@import 'https://f.example/a.css'; a{background:url(data:image/svg+xml,x)} b{src:url(../x.woff)}"
+    assert list(_hooks("site_alone").elsewhere(text, style=True)) == ["https://f.example/a.css"]
 
 
 def test_every_page_is_in_the_navigation() -> None:
