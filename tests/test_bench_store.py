@@ -19,7 +19,7 @@ from PIL import Image
 
 from bench import corpus, full_copies, store
 from bench.__main__ import main
-from bench.measuring import Spread, paired, ratios
+from bench.measuring import Interval, Spread, paired, ratios, there_and_back
 from bench.report import Bound, nbytes_text
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "schemas" / "bench-store.json").read_text())
@@ -77,6 +77,23 @@ def test_ways_are_run_once_a_round_and_ratios_are_of_one_round() -> None:
     assert [sorted(ran[at : at + 2]) for at in range(0, 6, 2)] == [["a", "b"]] * 3
     assert [len(times) for times in (*wall.values(), *processor.values())] == [2] * 4
     assert ratios([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == Spread(2.0, 1.0, 3.0, 3)
+
+
+def test_what_drifts_evenly_falls_on_every_way_of_a_round_there_and_back() -> None:
+    rng = np.random.default_rng(3)
+    orders = [there_and_back(3, rng) for _ in range(20)]
+    assert all(sum(at for at, way in enumerate(order) if way == one) == 5 for order in orders for one in range(3))
+    assert len({tuple(order) for order in orders}) == 6
+
+
+def test_an_interval_holds_its_median_and_a_control_is_as_far_off_as_its_farther_end() -> None:
+    """Its width against the sign test's: of 25 ratios the 8th and the 18th hold the median 19 times of 20."""
+    ratios = np.random.default_rng(5).normal(1.0, 0.1, 25)
+    found = Interval.of(ratios.tolist(), np.random.default_rng(1))
+    ordered = np.sort(ratios)
+    assert ordered[5] < found.low < ordered[9] < found.median == ordered[12] < ordered[15] < found.high < ordered[19]
+    assert Interval(0.9, 0.8, 1.1, 3).off == 1.25 and Interval(1.0, 0.99, 1.2, 3).off == 1.2
+    assert Interval.of([2.0] * 4, np.random.default_rng(1)) == Interval(2.0, 2.0, 2.0, 4)
 
 
 def test_what_is_promised_is_met_up_to_its_limit() -> None:

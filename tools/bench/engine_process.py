@@ -45,12 +45,20 @@ def serve(model: str, arguments: Mapping[str, Any], *, plug_in: bool) -> None:
 
 
 async def _decode(
-    engine: Any, *, calls: int, tokens: int, sampled: bool = False, drawn: bool = False, store: str | None = None
+    engine: Any,
+    *,
+    calls: int,
+    tokens: int,
+    sampled: bool = False,
+    drawn: bool = False,
+    store: str | None = None,
+    parts: bool | None = None,
 ) -> dict[str, Any]:
     """So many calls at a time, all of the same length: wall seconds, processor seconds of this process (the front end,
     all threads; the engine has one of its own), and a sum by which answers can be compared.
 
-    With `store` they are captured, flushed as a session does by default and snapshotted there.
+    With `store` they are captured, flushed as a session does by default and snapshotted there. `parts`: whether the
+    plug-in's parts run meanwhile, in an engine with a switch for them (switch.py), which also tells what it worked.
     """
     from vllm_hooks import surface
 
@@ -62,11 +70,21 @@ async def _decode(
             params.seed = number
         return sum(await _generated(generate, number, params))
 
+    worked = 0.0
+    if parts is not None:
+        await engine.collective_rpc("switch_parts", args=(parts,))
+        worked -= await _processor_seconds(engine)
     async with _captured(engine, store) as (llm, counters):
         busy, began = time.process_time(), time.perf_counter()
         sums = await asyncio.gather(*(one(llm.generate, number) for number in range(calls)))
         seconds, busy = time.perf_counter() - began, time.process_time() - busy
+    if parts is not None:
+        counters["core"] = worked + await _processor_seconds(engine)
     return {"seconds": seconds, "processor": busy, "sum": sum(sums), **counters}
+
+
+async def _processor_seconds(engine: Any) -> float:
+    return sum(await engine.collective_rpc("processor_seconds"))
 
 
 @contextlib.asynccontextmanager

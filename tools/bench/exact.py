@@ -1,24 +1,31 @@
 """`bench exact`: what the settings cost that make an engine bit-exact, and what the plug-in costs who does not use it.
 
-Owns: which engines are compared, each in a process of its own, round by round.
-Does not know: how a round is run (engine_process.py), how figures are shown (report.py).
+Owns: which engines are alive together, what each is asked, round by round, and which of them are compared.
+Does not know: how a round is run (engine_process.py), how parts are taken out (switch.py), how figures are shown.
+
+Two engine processes that are alike in everything differ by some percent, each for its whole life, so that a pair of
+them cannot show that something costs less: their control says so. The parts of one engine, taken out and put back, can.
 
 Invariants:
-1. A ratio is of two engines that did the same work one right after the other; the order is drawn anew each round.
-2. What this machine cannot measure (batch invariance needs a GPU) is named and not guessed.
+1. A ratio is of two ways that did the same work in one round, each twice: there and back, in an order drawn anew.
+2. What is said of the plug-in has a control beside it: two ways that are the same, in the same rounds. None is
+   measurable where the two intervals meet; how wide they are is what could have been seen.
+3. What this machine cannot measure (batch invariance needs a GPU) is named and not guessed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from bench import engines
-from bench.measuring import Spread, ratios
+from bench import engines, exact_step
+from bench.measuring import Interval, there_and_back
 from bench.report import Report
 
 SPLIT = "VLLM_CPU_ATTN_SPLIT_KV"
@@ -26,95 +33,161 @@ SPLIT = "VLLM_CPU_ATTN_SPLIT_KV"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One engine, and what it is asked."""
+    """One engine."""
 
     plug_in: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
-    sampled: bool = False
-    drawn: bool = False
     dtype: str = "float32"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """`over` divided by `under`, in seconds for the same tokens."""
+class Way:
+    """What is asked of which of the engines; `parts`: with the plug-in's parts in it, if it has any."""
+
+    engine: int = 0
+    parts: bool = True
+    sampled: bool = True
+    drawn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Way `over` over way `under`; `control`: two ways that are the same, for the ratios that carry its name."""
 
     name: str
-    over: Side
-    under: Side
+    over: int
+    under: int
+    control: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Engines that are alive together, the ways on them, which are run in the same rounds, and which are compared."""
+
+    sides: tuple[Side, ...]
+    ways: tuple[Way, ...]
+    ratios: tuple[Ratio, ...]
+    model: str = "tiny"
+    tokens: int = 32
+    rounds: int = 20
 
 
 _SPLIT_ON = {SPLIT: "1"}
+_BARE = Side(plug_in=False)
+_REAL = Side(dtype="bfloat16", arguments={"kv_cache_memory_bytes": 1 << 30})
+_IN_AND_OUT = tuple(Way(parts=on) for on in (True, False, False))
 
-COMPARISONS = {
-    "plug-in": Comparison("plug-in, nothing uses it / no plug-in", Side(), Side(plug_in=False)),
-    "draws": Comparison(
-        "drawn by position / by the engine", Side(sampled=True, drawn=True), Side(plug_in=False, sampled=True)
+
+def _parts(model: str) -> tuple[Ratio, ...]:
+    control = f"its parts out / out, same engine, {model} model"
+    return Ratio(f"its parts in / out, same engine, {model} model", 0, 1, control), Ratio(control, 2, 1)
+
+
+GROUPS = {
+    "parts": Group((Side(),), _IN_AND_OUT, _parts("tiny"), rounds=60),
+    "parts-real": Group((_REAL,), _IN_AND_OUT, _parts("real"), model="real", tokens=12, rounds=12),
+    "engines": Group(
+        (Side(), _BARE, _BARE, Side(environment=_SPLIT_ON)),
+        (*(Way(number) for number in range(4)), Way(0, drawn=True)),
+        (
+            Ratio("plug-in that nothing uses / no plug-in", 0, 1, "no plug-in / no plug-in"),
+            Ratio("no plug-in / no plug-in", 2, 1),
+            Ratio("drawn by position / by the engine", 4, 1),
+            Ratio("split KV off / on, float32", 0, 3),
+        ),
+        rounds=25,
     ),
-    "split": Comparison("split KV off / on, float32", Side(), Side(environment=_SPLIT_ON)),
-    "split-bfloat16": Comparison(
-        "split KV off / on, bfloat16", Side(dtype="bfloat16"), Side(dtype="bfloat16", environment=_SPLIT_ON)
+    "bfloat16": Group(
+        (Side(dtype="bfloat16"), Side(dtype="bfloat16", environment=_SPLIT_ON)),
+        (Way(0), Way(1)),
+        (Ratio("split KV off / on, bfloat16", 0, 1),),
     ),
 }
 ON_A_GPU = {
-    "invariance": Comparison(
-        "batch invariance on / off",
-        Side(environment={"VLLM_BATCH_INVARIANT": "1"}),
-        Side(environment={"VLLM_BATCH_INVARIANT": "0"}),
+    "invariance": Group(
+        tuple(Side(environment={"VLLM_BATCH_INVARIANT": on}) for on in ("1", "0")),
+        (Way(0), Way(1)),
+        (Ratio("batch invariance on / off", 0, 1),),
     )
 }
 ABOUT = "cost of the settings that make an engine bit-exact, and of the plug-in"
-PARTS = (*COMPARISONS, *ON_A_GPU)
-ROUNDS = 15
+PARTS = ("step", *GROUPS, *ON_A_GPU)
+QUICK = ("step", "parts")
+CALLS = 8
+PLUG_IN_MAX = 1.01
+"""With the parts over without them, where nothing uses them: what is still called nothing."""
+_OFF = "the control's far end"
 
 
 def run(report: Report, parts: tuple[str, ...], folder: Path | None) -> None:
-    """All comparisons, one after the other; each has two engines alive."""
+    """One group after the other."""
     from prefix_recovery.engine import is_cpu_build
 
-    here = COMPARISONS if is_cpu_build() else ON_A_GPU
-    todo = [comparison for key, comparison in here.items() if key in parts]
+    here = GROUPS if is_cpu_build() else ON_A_GPU
+    parts = tuple(part for part in parts if part in QUICK) if report.quick else parts
+    if "step" in parts:
+        exact_step.measure(report)
     rng = np.random.default_rng(report.seed)
-    rounds, calls, tokens = (2, 4, 16) if report.quick else (report.rounds or ROUNDS, 16, 128)
-    report.title(f"seconds for {calls} calls of {tokens} tokens at a time, {rounds} paired rounds, tiny model")
+    report.title(f"{CALLS} calls at a time: medians of the rounds' ratios, and where they lie 19 times of 20")
     rows = []
-    with engines.tiny_model(folder) as model:
-        for comparison in todo[:1] if report.quick else todo:
-            found, same = _compare(comparison, model, rounds, {"calls": calls, "tokens": tokens}, rng)
-            report.figure("exact", comparison.name, {**found.as_json(), "same_tokens": same})
-            rows.append(
-                (
-                    comparison.name,
-                    f"{found.median:.3f}",
-                    f"{found.low:.3f}",
-                    f"{found.high:.3f}",
-                    "yes" if same else "no",
-                )
-            )
-    report.table(("", "median ratio", "low", "high", "same tokens"), rows)
+    for key, group in here.items():
+        if key in parts:
+            rows += _compared(report, group, folder, rng)
+    report.table(("", "wall seconds", "the engine's processor seconds", "rounds", "same tokens"), rows)
     if is_cpu_build():
         report.note("batch invariance (VLLM_BATCH_INVARIANT=1): not measured, it needs a GPU")
 
 
-def _compare(
-    comparison: Comparison, model: str, rounds: int, work: Mapping[str, int], rng: np.random.Generator
-) -> tuple[Spread, bool]:
+def _compared(report: Report, group: Group, folder: Path | None, rng: np.random.Generator) -> list[tuple[object, ...]]:
+    rounds = 2 if report.quick else report.rounds or group.rounds
+    measured, sums = _measured(group, rounds, 8 if report.quick else group.tokens, folder, rng)
+    found: dict[str, dict[str, Interval]] = {}
+    rows: list[tuple[object, ...]] = []
+    for ratio in group.ratios:
+        of = {what: Interval.of(values[ratio.over] / values[ratio.under], rng) for what, values in measured.items()}
+        same = sums[ratio.over] == sums[ratio.under]
+        report.figure("exact", ratio.name, {**{what: one.as_json() for what, one in of.items()}, "same_tokens": same})
+        rows.append((ratio.name, *(one.text() for one in of.values()), rounds, "yes" if same else "no"))
+        found[ratio.name] = of
+    for ratio in group.ratios if not report.quick else ():
+        if ratio.control:
+            for what, one in found[ratio.name].items():
+                report.bound(f"{ratio.name}, {what}: low end, at most {_OFF}", one.low, found[ratio.control][what].off)
+            if ratio.control.startswith("its parts"):
+                report.bound(f"{ratio.name}, processor: high end", found[ratio.name]["processor"].high, PLUG_IN_MAX)
+    return rows
+
+
+def _measured(
+    group: Group, rounds: int, tokens: int, folder: Path | None, rng: np.random.Generator
+) -> tuple[dict[str, np.ndarray], list[set[float]]]:
+    """Wall and processor seconds by way and round, and what the answers of each way add up to."""
+    ways = group.ways
+    found = {"seconds": np.zeros((len(ways), rounds)), "processor": np.zeros((len(ways), rounds))}
+    sums: list[set[float]] = [set() for _ in ways]
+    make = engines.tiny_model if group.model == "tiny" else engines.real_model
     with ExitStack() as stack:
-        sides = [comparison.over, comparison.under]
-        processes = [
-            stack.enter_context(
-                engines.started(model, plug_in=side.plug_in, environment=side.environment, dtype=side.dtype)
-            )
-            for side in sides
-        ]
-        seconds: list[list[float]] = [[], []]
-        sums: list[set[float]] = [set(), set()]
-        for number in range(rounds + 1):  # the first one is not counted
-            for at in rng.permutation(2).tolist():
-                answer = engines.ask(
-                    processes[at], do="decode", sampled=sides[at].sampled, drawn=sides[at].drawn, **work
-                )
+        model = stack.enter_context(make(folder))
+        processes = [stack.enter_context(_started(model, side)) for side in group.sides]
+        for number in range(-1, rounds):  # the first one is not counted
+            for at in there_and_back(len(ways), rng):
+                asked = asdict(ways[at])
+                answer = engines.ask(processes[asked.pop("engine")], do="decode", calls=CALLS, tokens=tokens, **asked)
                 sums[at].add(answer["sum"])
-                if number:
-                    seconds[at].append(answer["seconds"])
-        return ratios(*seconds), sums[0] == sums[1]
+                for quantity, values in found.items():
+                    if number >= 0:
+                        values[at, number] += answer[quantity]
+    return found, sums
+
+
+def _started(model: str, side: Side) -> Any:
+    """An engine without the plug-in loads nothing of it: not its processors, its scheduler, nor its entry points."""
+    environment = dict(side.environment)
+    if not side.plug_in:
+        vllms = [group for group in entry_points().groups if group.startswith("vllm.")]
+        entries = [entry for group in vllms for entry in entry_points(group=group)]
+        others = {entry.name for entry in entries if not entry.value.startswith("vllm_hooks.")}
+        environment["VLLM_PLUGINS"] = ",".join(sorted(others))
+    arguments = {"worker_extension_cls": "bench.switch.Switch", "dtype": side.dtype, **side.arguments}
+    return engines.started(model, plug_in=side.plug_in, environment=environment, **arguments)
