@@ -58,7 +58,7 @@ async def _decode(
     all threads; the engine has one of its own), and a sum by which answers can be compared.
 
     With `store` they are captured, flushed as a session does by default and snapshotted there. `parts`: whether the
-    plug-in's parts run meanwhile, in an engine with a switch for them (switch.py), which also tells what it worked.
+    plug-in's parts run meanwhile, in an engine with a switch for them (switch.py), which also tells what its core did.
     """
     from vllm_hooks import surface
 
@@ -70,16 +70,16 @@ async def _decode(
             params.seed = number
         return sum(await _generated(generate, number, params))
 
-    worked = 0.0
+    worked, running = 0.0, 0
     if parts is not None:
-        await engine.collective_rpc("switch_parts", args=(parts,))
+        running = sum(await engine.collective_rpc("switch_parts", args=(parts,)))
         worked -= await _processor_seconds(engine)
     async with _captured(engine, store) as (llm, counters):
         busy, began = time.process_time(), time.perf_counter()
         sums = await asyncio.gather(*(one(llm.generate, number) for number in range(calls)))
         seconds, busy = time.perf_counter() - began, time.process_time() - busy
     if parts is not None:
-        counters["core"] = worked + await _processor_seconds(engine)
+        counters.update(core=worked + await _processor_seconds(engine), logits_processors=running)
     return {"seconds": seconds, "processor": busy, "sum": sum(sums), **counters}
 
 

@@ -141,13 +141,14 @@ def run(report: Report, parts: tuple[str, ...], folder: Path | None) -> None:
 
 def _compared(report: Report, group: Group, folder: Path | None, rng: np.random.Generator) -> list[tuple[object, ...]]:
     rounds = 2 if report.quick else report.rounds or group.rounds
-    measured, sums = _measured(group, rounds, 8 if report.quick else group.tokens, folder, rng)
+    measured, sums, running = _measured(group, rounds, 8 if report.quick else group.tokens, folder, rng)
     found: dict[str, dict[str, Interval]] = {}
     rows: list[tuple[object, ...]] = []
     for ratio in group.ratios:
         of = {what: Interval.of(values[ratio.over] / values[ratio.under], rng) for what, values in measured.items()}
         same = sums[ratio.over] == sums[ratio.under]
-        report.figure("exact", ratio.name, {**{what: one.as_json() for what, one in of.items()}, "same_tokens": same})
+        told = {"same_tokens": same, "logits_processors": [running[ratio.over], running[ratio.under]]}
+        report.figure("exact", ratio.name, {**{what: one.as_json() for what, one in of.items()}, **told})
         rows.append((ratio.name, *(one.text() for one in of.values()), rounds, "yes" if same else "no"))
         found[ratio.name] = of
     for ratio in group.ratios if not report.quick else ():
@@ -155,17 +156,18 @@ def _compared(report: Report, group: Group, folder: Path | None, rng: np.random.
             for what, one in found[ratio.name].items():
                 report.bound(f"{ratio.name}, {what}: low end, at most {_OFF}", one.low, found[ratio.control][what].off)
             if ratio.control.startswith("its parts"):
-                report.bound(f"{ratio.name}, processor: high end", found[ratio.name]["processor"].high, PLUG_IN_MAX)
+                report.bound(f"{ratio.name}, core: high end", found[ratio.name]["core"].high, PLUG_IN_MAX)
     return rows
 
 
 def _measured(
     group: Group, rounds: int, tokens: int, folder: Path | None, rng: np.random.Generator
-) -> tuple[dict[str, np.ndarray], list[set[float]]]:
-    """Wall and processor seconds by way and round, and what the answers of each way add up to."""
+) -> tuple[dict[str, np.ndarray], list[set[float]], list[int]]:
+    """Wall and processor seconds by way and round; by way what the answers add up to, and how many processors ran."""
     ways = group.ways
-    found = {"seconds": np.zeros((len(ways), rounds)), "processor": np.zeros((len(ways), rounds))}
+    found = {"seconds": np.zeros((len(ways), rounds)), "core": np.zeros((len(ways), rounds))}
     sums: list[set[float]] = [set() for _ in ways]
+    running = [0 for _ in ways]
     make = engines.tiny_model if group.model == "tiny" else engines.real_model
     with ExitStack() as stack:
         model = stack.enter_context(make(folder))
@@ -175,10 +177,11 @@ def _measured(
                 asked = asdict(ways[at])
                 answer = engines.ask(processes[asked.pop("engine")], do="decode", calls=CALLS, tokens=tokens, **asked)
                 sums[at].add(answer["sum"])
+                running[at] = answer["logits_processors"]
                 for quantity, values in found.items():
                     if number >= 0:
                         values[at, number] += answer[quantity]
-    return found, sums
+    return found, sums, running
 
 
 def _started(model: str, side: Side) -> Any:
