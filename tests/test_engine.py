@@ -20,6 +20,8 @@ def test_each_start_has_a_seed_of_its_own() -> None:
 def test_the_share_of_memory_fits_what_is_free() -> None:
     assert is_cpu_build(), "the tests run on the CPU build"
     assert 0 < default_arguments({})["gpu_memory_utilization"] <= 0.5
+    alone, beside = (default_arguments({}, n)["gpu_memory_utilization"] for n in (1, 4))
+    assert 0 < beside <= 0.5 / 4 and beside < alone
     assert "gpu_memory_utilization" not in default_arguments({"kv_cache_memory_bytes": 1 << 28})
 
 

@@ -73,16 +73,19 @@ def set_environment() -> None:
 
 
 class Engine:
-    """A started AsyncLLM. `close` ends its processes and removes its temporary folder."""
+    """A started AsyncLLM. `close` ends its processes and removes its temporary folder.
 
-    def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
+    `beside`: how many engines share this machine, this one among them.
+    """
+
+    def __init__(self, model: str, arguments: Mapping[str, Any], beside: int = 1) -> None:
         set_environment()
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         self._outer_tmpdir = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = str(self._folder)
         tempfile.tempdir = None
         try:
-            self.llm: Any = _start(model, arguments)
+            self.llm: Any = _start(model, arguments, beside)
         except BaseException:
             self._remove_folder()
             raise
@@ -106,14 +109,17 @@ class Engine:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _share_of_memory() -> float:
-    """For the CPU build: half of the machine at most, and never what others are using. vLLM's default is nearly all."""
+def _share_of_memory(engines: int) -> float:
+    """Of each of some engines of the CPU build: together half of the machine at most, and never what others are using.
+
+    vLLM's default is nearly all.
+    """
     with open("/proc/meminfo", encoding="ascii") as file:
         sizes = {line.split(":")[0]: int(line.split()[1]) for line in file}
-    return round(min(0.5, 0.7 * sizes["MemAvailable"] / sizes["MemTotal"]), 2)
+    return round(min(0.5, 0.7 * sizes["MemAvailable"] / sizes["MemTotal"]) / engines, 3)
 
 
-def default_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def default_arguments(arguments: Mapping[str, Any], beside: int = 1) -> dict[str, Any]:
     """What is given to vLLM where the config says nothing; `arguments` are the config's."""
     # vLLM's own default seed is the same at every start: a run that continues a job would repeat the random draws
     # of the run before it, and give siblings the same answer.
@@ -125,7 +131,7 @@ def default_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if is_cpu_build():
         defaults |= {"enforce_eager": True}
         if "kv_cache_memory_bytes" not in arguments:
-            defaults["gpu_memory_utilization"] = _share_of_memory()
+            defaults["gpu_memory_utilization"] = _share_of_memory(beside)
     return defaults
 
 
@@ -148,10 +154,10 @@ class Unstarted:
         return cached_tokenizer_from_config(self.vllm_config.model_config)
 
 
-def _start(model: str, arguments: Mapping[str, Any]) -> Any:
+def _start(model: str, arguments: Mapping[str, Any], beside: int) -> Any:
     with _told(model):
         chosen = os.environ.get(_START_METHOD)
-        args = _arguments(model, arguments)
+        args = _arguments(model, arguments, beside)
         config = args.create_engine_config()
         if is_cpu_build() and chosen is None:
             # Set after the config was made: the CPU platform forces spawn while it is made. Fork inherits the imports.
@@ -176,7 +182,7 @@ def may_fork() -> bool:
     return threading.active_count() == 1 and torch.get_num_threads() == 1
 
 
-def _arguments(model: str, arguments: Mapping[str, Any]) -> Any:
+def _arguments(model: str, arguments: Mapping[str, Any], beside: int = 1) -> Any:
     """AsyncEngineArgs of a config's `engine`. Raises ConfigError for a name that this vLLM does not have."""
     # Deprecations inside vLLM and torch are not the reader's to mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm|torch")
@@ -196,7 +202,7 @@ def _arguments(model: str, arguments: Mapping[str, Any]) -> Any:
                 f"engine.{name}: this vLLM has no such argument" + (f"; did you mean {near[0]}?" if near else ""),
                 hint="engine arguments are passed to vLLM as they are",
             )
-    given = {**default_arguments(arguments), **arguments}
+    given = {**default_arguments(arguments, beside), **arguments}
     return AsyncEngineArgs(model=model, **(engine_arguments(**given) if is_cpu_build() else given))
 
 

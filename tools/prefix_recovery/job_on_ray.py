@@ -71,7 +71,8 @@ class RunOnRay(Run):
         if llm is not None:
             return await super()._open_session(llm, progress)
         config, block, began = self._config, self._config.rollout_checkpointing, time.monotonic()
-        start = functools.partial(Engine, config.model, config.engine)
+        beside = config.workers if config.ray.address is None else 1
+        start = functools.partial(Engine, config.model, config.engine, beside)
         arguments = (start, block, job_fields(config), self._options.self_test)
         counted: list[Any] = []
         workers = Workers(

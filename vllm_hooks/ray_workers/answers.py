@@ -4,7 +4,7 @@ Owns: the way of an error from one process to the other, and a participant that 
 Does not know: who asks what.
 
 Invariants:
-1. An error of ours arrives as what was raised; that there is no process any more arrives as Gone.
+1. An error of ours arrives as what was raised; that there is no process any more arrives as Gone, whyever.
 2. One actor under one name is one participant here, however often it is spoken of: who joins again is known again.
 """
 
@@ -17,13 +17,24 @@ from concurrent.futures import Future
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from vllm_hooks.ray_workers.messages import Ask, Gone, WorkerId
 
+_GONE = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
+
 
 def _plain(error: BaseException) -> BaseException:
-    if isinstance(error, RayActorError):
+    if isinstance(error, OutOfMemoryError):
+        return Gone(str(error), low_on_memory=True)
+    if isinstance(error, _GONE):
         return Gone(str(error))
     cause = getattr(error, "cause", None)
     if isinstance(error, RayTaskError) and isinstance(cause, BaseException):
@@ -37,7 +48,7 @@ async def answer(ref: Any, timeout_s: float | None = None) -> Any:
     settled.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be nobody who waits by then
     try:
         return await asyncio.wait_for(asyncio.shield(settled), timeout_s)
-    except (RayActorError, RayTaskError) as error:
+    except (*_GONE, RayTaskError) as error:
         raise _plain(error) from None
 
 
@@ -47,7 +58,7 @@ def answer_now(ref: Any, timeout_s: float) -> Any:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError:
         raise TimeoutError from None
-    except (RayActorError, RayTaskError) as error:
+    except (*_GONE, RayTaskError) as error:
         raise _plain(error) from None
 
 

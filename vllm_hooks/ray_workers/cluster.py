@@ -11,11 +11,13 @@ Invariants:
    coordinator and the calls that they run.
 3. A worker that leaves has stored all that it had before its calls are given to others: nothing of it is lost.
 4. At least one worker stays, whoever is asked to leave.
+5. One that ends again and again before it is ready is told of and given up: no job waits for it for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -32,6 +34,10 @@ from vllm_hooks.ray_workers.link import LOOK_S, CoordinatorLink, Say
 from vllm_hooks.ray_workers.messages import Gone, NotAMember, Refused, Superseded, WorkerId
 from vllm_hooks.ray_workers.ray_here import worker_options
 from vllm_hooks.ray_workers.recoveries import Recoveries, Recovery, line_of
+
+STARTS_MAX, START_S = 5, 5.0
+"""A worker that ends so often before it is ready is given up. No start takes less than START_S: what is heard sooner is
+of the same death."""
 
 SILENT_S = 60.0
 """A worker that says nothing for so long is taken for lost."""
@@ -186,15 +192,24 @@ class Workers:
 
     async def _keep(self, slot: Slot) -> None:
         """Bring a slot's worker in, and again whenever it had to be started anew."""
+        starts, heard_s = 0, -math.inf
         while not slot.leaving:
             try:
                 worker: WorkerId = await answer(slot.handle.follow.remote(self._link.handle, self._link.number))
             except Gone as error:
                 if "creation task" in str(error):
-                    await self._unstarted(slot, error)
+                    await self._unstarted(slot, _unstarted(error))
+                    return
+                if time.monotonic() - heard_s >= START_S:
+                    starts, heard_s = starts + 1, time.monotonic()
+                    if starts > 1:  # the first may be what it died of when it was ready
+                        self._say(f"{slot.name} ended before it was ready ({error.why}); Ray starts it again")
+                if starts == STARTS_MAX:
+                    await self._unstarted(slot, _never_ready(error))
                     return
                 await asyncio.sleep(LOOK_S)
                 continue
+            starts, heard_s = 0, -math.inf
             self._say(f"worker {worker} is ready")
             async with self._changed:
                 slot.worker = worker
@@ -210,7 +225,7 @@ class Workers:
             try:
                 news: News = await answer(slot.handle.news.remote(), SILENT_S)
             except (Gone, TimeoutError) as error:
-                await self._is_gone(slot, slot.worker, "its process is gone" if isinstance(error, Gone) else "it hangs")
+                await self._is_gone(slot, slot.worker, error.why if isinstance(error, Gone) else "it hangs")
                 return
             if slot.worker is None:
                 return  # somebody else has found out meanwhile
@@ -229,9 +244,8 @@ class Workers:
             self._on_tokens(name, n_tokens)
         self._going_on(news.tokens)
 
-    async def _unstarted(self, slot: Slot, error: Gone) -> None:
-        """Its engine cannot be made here. Raises ConfigError if there is no other worker that is up."""
-        wrong = _unstarted(error)
+    async def _unstarted(self, slot: Slot, wrong: ConfigError) -> None:
+        """Its engine cannot be made here. Raises `wrong` if there is no other worker that is up."""
         if not self.ready:
             raise wrong
         self._say(f"{slot.name}: {wrong.message}; the others go on")
@@ -278,8 +292,8 @@ class Workers:
                 raise InputError(str(error), hint="mend the line, run again") from None
             except (Superseded, NotAMember):
                 await self._is_gone(slot, None, "")  # where it may be under way: others may have the call after that
-            except Gone:
-                await self._is_gone(slot, worker, "its process is gone")
+            except Gone as error:
+                await self._is_gone(slot, worker, error.why)
             except EngineDead as error:
                 await self._is_gone(slot, worker, f"its engine died: {error.message}")
             finally:
@@ -322,6 +336,14 @@ class Workers:
         await asyncio.gather(*(answer(ref, CLOSING_S) for ref in closing), return_exceptions=True)
         for slot in self._slots:
             ray.kill(slot.handle, no_restart=True)
+
+
+def _never_ready(error: Gone) -> ConfigError:
+    """Ended by whom Ray does not always know: a kernel that has no memory left does not say."""
+    return ConfigError(
+        f"a worker was started {STARTS_MAX} times and ended each time before it was ready: {error.why}",
+        hint="if memory is short, set engine.kv_cache_memory_bytes or start with fewer workers; see Ray's logs",
+    )
 
 
 def _unstarted(error: Gone) -> ConfigError:

@@ -26,7 +26,19 @@ Ask = Callable[..., "Future[Any]"]
 
 
 class Gone(Exception):
-    """Whoever was asked has no process any more, or has another one by now."""
+    """Whoever was asked has no process any more, or has another one by now. The text is Ray's, of several lines.
+
+    `low_on_memory`: Ray ended it, since its machine ran low on memory.
+    """
+
+    def __init__(self, text: str, *, low_on_memory: bool = False) -> None:
+        super().__init__(text)
+        self.low_on_memory = low_on_memory
+
+    @property
+    def why(self) -> str:
+        """In few words, for a log."""
+        return "Ray ended it, since its machine ran low on memory" if self.low_on_memory else "its process is gone"
 
 
 class NotAMember(Exception):

@@ -7,6 +7,8 @@ Invariants:
 1. A Ray that was started here ends with this process.
 2. A Ray that was started here has room for every worker as far as CPUs go: nobody else uses it, and how many engines a
    machine is to carry is for who asks for them. GPUs are counted everywhere.
+3. It ends nobody because the machine's memory is nearly used, by whoever: what memory a job takes is the same matter
+   in one process and in several. (`RAY_memory_monitor_refresh_ms` in the environment has the last word.)
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ def connected(config: RayConfig, workers: int, folder: Path, more_cpus: int = 0)
         environment = {"PYTHONPATH": path} if (path := os.environ.get("PYTHONPATH")) else {}
         arguments |= {"address": config.address, "runtime_env": {"env_vars": environment}}
     else:
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
         cpus = math.ceil(workers * config.cpus_per_worker) + more_cpus
         arguments |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": str(folder)}
     try:

@@ -1,0 +1,124 @@
+"""Workers of Ray that end before they are ready: told of, given up in the end, and nobody waits for them for ever.
+
+Ray itself is not there: what a worker's actor would answer is made up, call by call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, WorkerCrashedError
+
+from recovery.config import RayConfig
+from recovery.errors import ConfigError
+from vllm_hooks.ray_workers import cluster
+from vllm_hooks.ray_workers.answers import answer
+from vllm_hooks.ray_workers.cluster import STARTS_MAX, Slot, Workers
+from vllm_hooks.ray_workers.messages import Gone
+
+
+def ref(outcome: Any) -> Any:
+    """What a remote call gives: settled with a value or an error."""
+    future: Future[Any] = Future()
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    elif outcome is not None:
+        future.set_result(outcome)
+    return SimpleNamespace(future=lambda: future)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            OutOfMemoryError("Task was killed due to the node running low on memory.\nTop 10 users: ..."),
+            "low on memory",
+        ),
+        (ActorDiedError(), "its process is gone"),
+        (NodeDiedError("the node died"), "its process is gone"),
+        (WorkerCrashedError(), "its process is gone"),
+    ],
+)
+def test_whatever_ends_a_process_arrives_as_gone(error: Exception, why: str) -> None:
+    with pytest.raises(Gone) as caught:
+        asyncio.run(answer(ref(error)))
+    assert why in caught.value.why and "\n" not in caught.value.why
+
+
+class World:
+    """Slots whose actors answer `follow` as they are told to; a look at one that is ready waits for ever."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.ended: list[Any] = []
+        self.now = 0.0
+        monkeypatch.setattr(cluster, "LOOK_S", 0.0)
+        monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=self._monotonic, time=lambda: self.now))
+        monkeypatch.setattr(cluster, "ray", SimpleNamespace(kill=lambda handle, no_restart: self.ended.append(handle)))
+        self.workers = Workers(0, RayConfig(), (), self.said.append, lambda name, n: None)
+        self.workers._link = SimpleNamespace(handle=None, number=0)  # type: ignore[assignment]
+
+    def _monotonic(self) -> float:
+        return self.now
+
+    def slot(self, outcomes: Iterator[Any]) -> Slot:
+        """Each time it is asked an hour has passed, or no time if the outcome comes with `at_once`."""
+
+        def follow(*_: Any) -> Any:
+            outcome, at_once = next(outcomes)
+            self.now += 0.0 if at_once else 3600.0
+            return ref(outcome)
+
+        handle = SimpleNamespace(follow=SimpleNamespace(remote=follow), news=SimpleNamespace(remote=lambda: ref(None)))
+        slot = Slot(len(self.workers._slots), handle)
+        self.workers._slots.append(slot)
+        return slot
+
+
+def dying(error: Exception | None = None) -> tuple[Exception, bool]:
+    return error or ActorDiedError(), False
+
+
+def test_the_only_worker_that_never_gets_ready_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        world = World(monkeypatch)
+        slot = world.slot(iter([dying(OutOfMemoryError("low"))] * 100))
+        with pytest.raises(ConfigError, match=f"started {STARTS_MAX} times.*ran low on memory") as caught:
+            await world.workers._keep(slot)
+        assert "kv_cache_memory_bytes" in str(caught.value.hint)
+        assert len(world.said) == STARTS_MAX - 1 and all("low on memory" in line for line in world.said)
+
+    asyncio.run(play())
+
+
+def test_one_of_several_is_given_up_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        world = World(monkeypatch)
+        ready, never = world.slot(iter([("w0-1", False)])), world.slot(iter([dying()] * 100))
+        keeping = asyncio.create_task(world.workers._keep(ready))
+        await world.workers._keep(never)
+        assert world.workers.ready == ["w0-1"] and world.workers.names == ["w0"]
+        assert world.ended == [never.handle]
+        assert "the others go on" in world.said[-1]
+        keeping.cancel()
+
+    asyncio.run(play())
+
+
+def test_what_is_heard_of_one_death_several_times_is_one_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        world = World(monkeypatch)
+        heard = [dying(), *[(ActorDiedError(), True)] * 50] * (STARTS_MAX - 1)
+        slot = world.slot(iter([*heard, ("w0-1", False)]))
+        keeping = asyncio.create_task(world.workers._keep(slot))
+        async with world.workers._changed:
+            await asyncio.wait_for(world.workers._changed.wait_for(lambda: slot.worker), 120)
+        assert len([line for line in world.said if "before it was ready" in line]) == STARTS_MAX - 2
+        keeping.cancel()
+
+    asyncio.run(play())
