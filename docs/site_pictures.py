@@ -14,7 +14,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 BLOCK = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ROOT = re.compile(r'(<svg [^>]*?)width="100%"([^>]*? viewBox="[-\d.]+ [-\d.]+ ([\d.]+) ([\d.]+)")')
+ROOT = re.compile(r'(<svg [^>]*?)width="100%"([^>]*? viewBox=")([-\d.]+) ([-\d.]+) ([\d.]+) ([\d.]+)"')
+ROOM = 24
+"""Left and right of a diagram: the reader's font may be wider than the one that it was measured with."""
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -46,7 +48,12 @@ def drawn(source: str) -> str:
     """The diagram as SVG, of a size of its own: an image without one is as wide as the page."""
     import mmdr
 
-    svg, n = ROOT.subn(r'\1width="\3" height="\4"\2', mmdr.render(source).svg(), count=1)
+    def sized(match: re.Match[str]) -> str:
+        x, y, width, height = (float(value) for value in match.groups()[2:])
+        size = f'width="{width + 2 * ROOM:g}" height="{height:g}"'
+        return f'{match[1]}{size}{match[2]}{x - ROOM:g} {y:g} {width + 2 * ROOM:g} {height:g}"'
+
+    svg, n = ROOT.subn(sized, mmdr.render(source).svg(), count=1)
     if n != 1:
         raise ValueError(f"mmdr drew something else than an SVG with a viewBox: {svg[:200]}")
     return svg

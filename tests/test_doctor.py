@@ -62,7 +62,7 @@ def test_a_job_that_could_start(said: Said, tmp_path: Path) -> None:
 
 
 def test_set_and_flags_are_those_of_run(said: Said, tmp_path: Path) -> None:
-    assert said("--set", f"model={tmp_path}/nowhere")[1].count("is no folder here") == 1
+    assert said("--set", f"model={tmp_path}/nowhere")[1].count(f"there is no model folder {tmp_path}/nowhere") == 1
     code, text = said("--rollout-checkpointing-keep-latest-k", "0")
     assert code == 1 and "keep_latest_k: found 0" in text
 
@@ -174,7 +174,7 @@ def said_by(config: Path) -> tuple[int, str]:
     from prefix_recovery.job_checks import check_job
     from recovery.config import load_config
 
-    findings = list(check_job(load_config(config)))
+    findings = list(check_job(load_config(config), config.parent))
     levels = {finding.level for finding in findings}
     return int("fail" in levels), "\n".join(f"{finding.what} -> {finding.todo}" for finding in findings)
 

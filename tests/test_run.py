@@ -469,4 +469,5 @@ def test_engine_arguments_that_do_not_exist(tiny_model: Path, tmp_path: Path) ->
     assert wrong.wait() == 2 and "engine.dtpye: this vLLM has no such argument; did you mean dtype?" in wrong.text
     missing: JobProcess = run(config, "missing", "--set", f"model={tmp_path / 'nowhere'}")
     assert missing.wait() == 2, missing.text
-    assert "the engine does not start with model" in missing.text and "Traceback" not in missing.text
+    assert f"there is no model folder {tmp_path / 'nowhere'}" in missing.text and "Traceback" not in missing.text
+    assert "starting the engine" not in missing.text

@@ -189,7 +189,13 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             asked = [] if arguments.metrics is None else [f"metrics={json.dumps(arguments.metrics)}"]
             overrides = [*configs.overrides_from_args(arguments), *asked, *arguments.set]
             config = configs.load_config(arguments.config, overrides)
-            options = RunOptions(arguments.strict_input, arguments.quiet, arguments.self_test, arguments.tally)
+            options = RunOptions(
+                strict_input=arguments.strict_input,
+                quiet=arguments.quiet,
+                self_test=arguments.self_test,
+                tally=arguments.tally,
+                folder=Path(arguments.config).parent,
+            )
             return run_job(config, options)
         case "demo":
             from prefix_recovery.demo import run_demo

@@ -115,4 +115,4 @@ def _job(config_path: str, overrides: Sequence[str]) -> Iterator[Finding]:
         yield Finding("fail", error.message, error.hint)
         return
     yield Finding("ok", f"{config_path} can be read")
-    yield from check_job(config)
+    yield from check_job(config, Path(config_path).parent)

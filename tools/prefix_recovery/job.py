@@ -28,6 +28,7 @@ from prefix_recovery.engine import Engine, Unstarted, set_environment
 from prefix_recovery.engine_requests import check_sampling
 from prefix_recovery.job_here import job_fields, job_of
 from prefix_recovery.metrics_server import MetricsServer
+from prefix_recovery.model_place import check_model
 from prefix_recovery.output_lock import OutputLock
 from prefix_recovery.processes import descendants
 from prefix_recovery.progress import Progress
@@ -55,6 +56,8 @@ class RunOptions:
     quiet: bool = False
     self_test: bool = True
     tally: Path | None = None
+    folder: Path = Path()
+    """The config's."""
 
 
 def run_job(config: JobConfig, options: RunOptions) -> int:
@@ -213,6 +216,7 @@ class Run:
     def _check_early(self, progress: Progress) -> Held | None:
         """What would end the run after the engine's start, told before it. Returns what the store has of the job."""
         held = None
+        check_model(self._config.model, self._options.folder)
         set_environment()
         check_sampling(self._config.sampling)
         block = self._config.rollout_checkpointing

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from prefix_recovery.changes import refuse_rows
 from prefix_recovery.engine import Unstarted
 from prefix_recovery.engine_requests import Requests, check_sampling
 from prefix_recovery.job_here import job_of
+from prefix_recovery.model_place import check_model
 from prefix_recovery.prompts import BadLine, read_prompts
 from prefix_recovery.results import Results
 from prefix_recovery.stored_job import check_stored
@@ -54,9 +56,13 @@ class Finding:
     todo: str = ""
 
 
-def check_job(config: JobConfig) -> Iterator[Finding]:
-    failed = set()
-    for check in (_model, _prompts, _engine, _output, _store, _queue):
+def check_job(config: JobConfig, folder: Path) -> Iterator[Finding]:
+    """`folder`: the config's."""
+    failed, model = set[Callable[..., Iterator[Finding]]](), partial(_model, folder)
+    for check in (model, _prompts, _engine, _output, _store, _queue):
+        if check is _engine and model in failed:  # it would look for the model again, and say the same in more words
+            failed.add(check)
+            continue
         for finding in _guarded(check, config):
             if finding.level == "fail":
                 failed.add(check)
@@ -80,20 +86,16 @@ def _queue(config: JobConfig) -> Iterator[Finding]:
         yield Finding("ok", f"TransferQueue {package().__version__} is here for flushes to wait in")
 
 
-def _model(config: JobConfig) -> Iterator[Finding]:
-    folder = Path(config.model)
-    if not folder.is_dir():
-        looked = "" if folder.is_absolute() else " of the config's folder"
-        yield Finding(
-            "warn",
-            f"model {config.model} is no folder{looked} here",
-            "vLLM will look for it on the hub; if it is a folder, bring it, or set `model` to where it lies",
-        )
-    elif not (folder / "config.json").is_file():
+def _model(folder: Path, config: JobConfig) -> Iterator[Finding]:
+    check_model(config.model, folder)
+    model = Path(config.model)
+    if not model.is_dir():
+        yield Finding("ok", f"model {model} is no folder here, but a name under which vLLM may find it")
+    elif not (model / "config.json").is_file():
         todo = "`prefix-recovery model smollm2 DIR` makes one"
-        yield Finding("fail", f"model folder {folder} has no config.json", todo)
+        yield Finding("fail", f"model folder {model} has no config.json", todo)
     else:
-        yield Finding("ok", f"model {folder}")
+        yield Finding("ok", f"model {model}")
 
 
 def _prompts(config: JobConfig) -> Iterator[Finding]:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prefix_recovery.engine import Unstarted
 from prefix_recovery.engine_requests import Requests, check_sampling
+from prefix_recovery.model_place import check_model
 from prefix_recovery.prompts import PromptFile, Sample, read_prompts, source_digest
 from recovery.config import JobConfig, load_config
 from recovery.resume import StopRules
@@ -40,6 +42,7 @@ def job_fields(config: JobConfig) -> dict[str, Any]:
 def job_here(path: str) -> JobHere:
     """Reads the job file, the model's files and the prompts. Raises ConfigError."""
     config = load_config(path)
+    check_model(config.model, Path(path).parent)
     return job_of(config, read_prompts(config.prompts))
 
 
