@@ -101,11 +101,13 @@ def stream_whole(
 def _is_broken(error: openai.APIError) -> bool:
     """Whether the server went away, or is not there yet.
 
-    An engine that ends in mid-stream is told as an event of the stream: an APIError with a status in its code.
+    What ends in mid-stream is told as an event of the stream, an APIError: an engine with a status in its code, and a
+    server that is being stopped by name.
     """
     if isinstance(error, openai.APIConnectionError | openai.InternalServerError):
         return True
-    return not isinstance(error, openai.APIStatusError) and str(error.code or "").startswith("5")
+    code = str(error.code or "")
+    return not isinstance(error, openai.APIStatusError) and (code.startswith("5") or code == "recovery_stopping")
 
 
 def _n_choices(request: dict[str, Any]) -> int:

@@ -23,11 +23,20 @@ from vllm_hooks.server_attempts import Attempts
 from vllm_hooks.server_engine import AttemptEngine, attempt_of_name
 from vllm_hooks.server_http import RecoveryLayer
 from vllm_hooks.server_plugin import CONFIG, SET, RecoveryEndpoints, config_of
+from vllm_hooks.server_stopping import Stopping
 from vllm_hooks.session import RecoverySession
 
 STOP = StopRules((), 4096)
 CHAT = "/v1/chat/completions"
 LONGEST_S = 300.0
+
+
+class Tokens(list[int]):
+    """One output of the engine: new tokens. `outputs` is what else is looked at."""
+
+    def __init__(self, tokens: list[int], finish_reason: str | None = None) -> None:
+        super().__init__(tokens)
+        self.outputs = [SimpleNamespace(finish_reason=finish_reason)]
 
 
 class Engine:
@@ -48,7 +57,7 @@ class Engine:
         self._running[name] = False
         self.allow()
 
-    async def generate(self, prompt: list[int], params: Any, name: str) -> AsyncIterator[list[int]]:
+    async def generate(self, prompt: list[int], params: Any, name: str) -> AsyncIterator[Tokens]:
         request = Request(
             rollout=name,
             prompt_token_ids=np.asarray(prompt, np.int32),
@@ -59,13 +68,13 @@ class Engine:
         self._running[name] = True
         try:
             if len(call.transcript_ids):
-                yield list(call.transcript_ids)
+                yield Tokens(list(call.transcript_ids))
             while call.n_tokens < self.n_tokens:
                 await self.permits.acquire()
                 if not self._running[name]:
                     return
                 self.session.captured(call, [call.n_tokens], None)
-                yield [call.n_tokens - 1]
+                yield Tokens([call.n_tokens - 1])
             await self.session.terminal(call, "length", None)
         finally:
             self.session.left(call)
@@ -143,8 +152,9 @@ class Served:
         self.session.start()
         self.attempts = Attempts(self.session, self.keep)
         self.captured = Engine(self.session, self.n_tokens)
-        bare = SimpleNamespace(generate=self._bare, errored=False)
-        self.engine = AttemptEngine(bare, self.captured, self.session, self.attempts.records)
+        self.bare = SimpleNamespace(generate=self._bare, errored=False)
+        self.end = Stopping(self.bare, self.session, self.attempts.end_all, grace_s=60)
+        self.engine = AttemptEngine(self.bare, self.captured, self, self.attempts.records)
         self.app = RecoveryLayer(self._handler, self)
         return self
 
@@ -154,8 +164,12 @@ class Served:
     async def start(self, layer: RecoveryLayer) -> None:
         """It is alone."""
 
+    @property
+    def stopping(self) -> bool:
+        return self.end.begun
+
     async def stop(self) -> None:
-        await self.session.stop()
+        await self.end.finish()
 
     async def _bare(self, prompt: Any, params: Any, name: str) -> AsyncIterator[list[int]]:
         yield [-1]
@@ -545,7 +559,7 @@ async def test_a_store_of_something_else_is_refused(tmp_path: Path) -> None:
     engine.allow(6)
     async for _ in engine.generate([1], None, "attempt-x-0"):
         pass
-    await other.stop()
+    await other.session.stop()
     with pytest.raises(Damaged, match="attempt 'x' has no claim"):
         async with served(tmp_path / "s"):
             pass

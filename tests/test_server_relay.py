@@ -163,7 +163,7 @@ def test_of_the_processes_of_one_launcher_the_first_captures(tmp_path: Path, mon
             second, make_second = await plugged_in(1)
             first, make_first = await plugged_in(0)
             first_layer, second_layer = make_first(one._handler), make_second(one._handler)
-            one.engine = AttemptEngine(None, one.captured, one.session, first.attempts.records)
+            one.engine = AttemptEngine(None, one.captured, one, first.attempts.records)
             early = await Client(second_layer, ASK, x_attempt_id="a").answer()
             assert early.code == "recovery_starting"
             await first.start(first_layer)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -27,10 +27,12 @@ from vllm_hooks.session import RecoverySession
 KEEP = 10_000
 """Idle attempts that are remembered: ended ones, to be answered again, and those whose client has not come back."""
 
+_LEAVING_S = 5.0
+
 
 @dataclass(slots=True)
 class Connection:
-    """`begun`: it is its turn. `ended`: a newer one of its attempt came."""
+    """`begun`: it is its turn. `ended`: a newer one of its attempt came, or the server ends."""
 
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,6 +99,17 @@ class Attempts:
                     self.records.pop(name, None)
                 del self._connections[number]
                 self._do(self._book.left(number))
+
+    async def end_all(self) -> None:
+        """Every connection is told to end. Returns when all have left, or at a time limit; nobody may arrive then."""
+        for one in self._connections.values():
+            one.ended.set()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._empty(), _LEAVING_S)
+
+    async def _empty(self) -> None:
+        while self._connections:
+            await asyncio.sleep(0.005)
 
     def _do(self, effects: Iterable[Effect]) -> None:
         for effect in effects:

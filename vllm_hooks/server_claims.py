@@ -79,6 +79,11 @@ class Uncaptured:
 TAKEN_OVER = Refused(
     409, "attempt_taken_over", "another connection with the same attempt id came, and is served instead of this one"
 )
+STOPPING = Refused(
+    503,
+    "recovery_stopping",
+    "the server is being stopped and keeps what it has of this message; ask again under the same id",
+)
 STARTING = Refused(503, "recovery_starting", "the API server process that captures is not up yet; ask again")
 
 

@@ -7,7 +7,8 @@ Invariants:
 1. A request without an attempt goes to the engine as it is.
 2. The names of two attempts never meet, whatever their ids: `attempt-ID-PROMPT`, and `SAMPLE_attempt-ID-PROMPT`.
 3. What a request is refused for is a ValueError here: the handlers answer 400, and no client asks again.
-4. The attempt id itself is not part of what is asked for, so that header and `vllm_xargs` name one call.
+4. While the server ends, an engine that aborts or dies ends no message: its connection does, which says why.
+5. The attempt id itself is not part of what is asked for, so that header and `vllm_xargs` name one call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from recovery.errors import InputError
 from vllm_hooks.server_claims import XARG
@@ -35,6 +36,7 @@ class Serving:
     record: str
     streams: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """By the name of the call, in the order in which handlers asked; with the engine that it is from."""
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     def next_name(self) -> str:
         return f"attempt-{self.attempt}-{len(self.streams)}"
@@ -45,6 +47,7 @@ class Serving:
         The handler is done, but a task of it may be left that still waits for a stream: the stream of an aborted
         request ends by itself.
         """
+        self.closing.set()
         async with AsyncExitStack() as all_of_them:
             for name, (engine, stream) in self.streams.items():
                 all_of_them.push_async_callback(_close, name, engine, stream)
@@ -68,14 +71,24 @@ def attempt_of_name(rollout: str) -> str | None:
     return found[1] if found else None
 
 
+class Server(Protocol):
+    """What it asks of the server."""
+
+    session: RecoverySession
+
+    @property
+    def stopping(self) -> bool: ...
+
+
 class AttemptEngine:
     """`engine` for requests without an attempt, `captured` (a RecoverableEngine around it) for those of one."""
 
-    def __init__(self, engine: Any, captured: Any, session: RecoverySession, records: dict[str, str]) -> None:
+    def __init__(self, engine: Any, captured: Any, server: Server, records: dict[str, str]) -> None:
         self._engine = engine
         self._captured = captured
+        self._server = server
         self._records = records
-        session.source_digests = records
+        server.session.source_digests = records
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -87,18 +100,31 @@ class AttemptEngine:
             return self._engine.generate(prompt, sampling_params, request_id, **arguments)
         name = serving.next_name()
         self._records[name] = serving.record
-        stream = _refused_as_value(self._captured.generate(prompt, without_attempt(sampling_params), name, **arguments))
+        captured = self._captured.generate(prompt, without_attempt(sampling_params), name, **arguments)
+        stream = self._told(captured, serving)
         serving.streams[name] = self._captured, stream
         return stream
 
+    async def _told(self, stream: Any, serving: Serving) -> AsyncGenerator[Any, None]:
+        """Invariants 3 and 4."""
+        try:
+            async with aclosing(stream):
+                async for output in stream:
+                    if self._server.stopping and _is_aborted(output):
+                        break
+                    yield output
+                else:
+                    return
+        except InputError as error:
+            raise ValueError(str(error)) from error
+        except Exception:
+            if not self._server.stopping:
+                raise
+        await serving.closing.wait()
 
-async def _refused_as_value(stream: Any) -> AsyncGenerator[Any, None]:
-    try:
-        async with aclosing(stream):
-            async for output in stream:
-                yield output
-    except InputError as error:
-        raise ValueError(str(error)) from error
+
+def _is_aborted(output: Any) -> bool:
+    return any(one.finish_reason == "abort" for one in output.outputs)
 
 
 def without_attempt(params: Any) -> Any:

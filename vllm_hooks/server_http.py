@@ -36,6 +36,10 @@ class Recovery(Protocol):
     session: RecoverySession
     attempts: Attempts
 
+    @property
+    def stopping(self) -> bool:
+        """The server is going to end: nothing new is begun."""
+
     async def start(self, layer: RecoveryLayer) -> None: ...
 
     async def stop(self) -> None: ...
@@ -112,11 +116,15 @@ class RecoveryLayer:
             if await _first(connection.ended, connection.begun) is connection.begun:
                 await self._handle(serving, connection, _named(scope, claim.attempt), receive, response)
         if connection.ended.is_set():
+            last = claims.STOPPING if self._recovery.stopping else claims.TAKEN_OVER
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(response.end_with(claims.TAKEN_OVER), _FAREWELL_S)
+                await asyncio.wait_for(response.end_with(last), _FAREWELL_S)
 
     async def _stopped(self, send: Send) -> bool:
         """Whether nothing can be stored any more; it has been said then."""
+        if self._recovery.stopping:
+            await refuse(send, claims.STOPPING)
+            return True
         try:
             self._recovery.session.raise_if_failed()
         except RecoveryError as error:

@@ -27,6 +27,7 @@ from vllm_hooks.server_attempts import Attempts
 from vllm_hooks.server_engine import AttemptEngine
 from vllm_hooks.server_http import RecoveryLayer
 from vllm_hooks.server_relay import RelayLayer, RelayServer, socket_path
+from vllm_hooks.server_stopping import Stopping
 from vllm_hooks.session import RecoverySession
 from vllm_hooks.start import open_session
 
@@ -57,6 +58,7 @@ class RecoveryEndpoints:
         self._config: CheckpointingConfig | None = None
         self._captures, self._n_processes = True, 1
         self._relay: RelayServer | None = None
+        self._end: Stopping | None = None
 
     def attach_router(self, app: Any) -> None:
         """Put the layer in: what is added later, authentication among it, is around it."""
@@ -88,26 +90,33 @@ class RecoveryEndpoints:
             return
         self.session = await open_session(engine_client, self._config, must=fields_of(args))
         self.attempts = Attempts(self.session)
+        self._end = Stopping(engine_client, self.session, self.attempts.end_all, self._config.grace_s)
         captured = RecoverableEngine(engine_client, self.session, replays=True)
-        engine = AttemptEngine(engine_client, captured, self.session, self.attempts.records)
+        engine = AttemptEngine(engine_client, captured, self, self.attempts.records)
         for name in _CAPTURING:
             serving = getattr(state, name, None)
             if serving is not None:
                 serving.engine_client = engine
 
+    @property
+    def stopping(self) -> bool:
+        """The server is going to end."""
+        return self._end is not None and self._end.begun
+
     async def start(self, layer: RecoveryLayer) -> None:
-        """Take what the other API server processes hand on."""
+        """Hear of the server's end, and take what the other API server processes hand on."""
+        if self._end is not None:
+            self._end.listen()
         if self._n_processes > 1:
             self._relay = RelayServer(layer, {"app": self._app})
             await self._relay.start(socket_path())
 
     async def stop(self) -> None:
-        """Take a last snapshot."""
-        assert self._config is not None
+        """Take a last snapshot, unless the signal had it taken already."""
         if self._relay is not None:
             self._relay.close()
-        if hasattr(self, "session"):
-            await self.session.stop(timeout_s=self._config.grace_s)
+        if self._end is not None:
+            await self._end.finish()
 
 
 def fields_of(args: Any) -> dict[str, Any]:
