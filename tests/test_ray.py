@@ -53,7 +53,7 @@ def test_w1_c7_engine_actor_coordinator_and_everything_are_killed_and_no_token_d
         kill(called(job, COORDINATOR)[0])
         decoded_more(job, rng.randrange(10, 200))
         with standing(job):
-            until_said(job, "goes on at epoch", after=mark)
+            until_said(job, "goes on at epoch", "without a coordinator for", after=mark)
 
         # The newest leaves, and all that it had goes on in the other.
         mark, before = len(job.text), engines(job)

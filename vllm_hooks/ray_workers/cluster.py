@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,7 @@ from vllm_hooks.ray_workers.answers import answer
 from vllm_hooks.ray_workers.link import LOOK_S, CoordinatorLink, Say
 from vllm_hooks.ray_workers.messages import Gone, NotAMember, Refused, Superseded, WorkerId
 from vllm_hooks.ray_workers.ray_here import worker_options
-from vllm_hooks.ray_workers.recoveries import Recoveries, Recovery, line_of
+from vllm_hooks.ray_workers.recoveries import OfOne, Recoveries, Recovery, line_of, meanwhile
 
 STARTS_MAX, START_S = 5, 5.0
 """A worker that ends so often before it is ready is given up. No start takes less than START_S: what is heard sooner is
@@ -104,6 +104,7 @@ class Workers:
         """They follow that coordinator from here on, and are watched."""
         self._link = link
         link.on_replaced = self._follow_all
+        link.on_again = self._went_without
         for slot in self._slots:
             self._watch(slot)
 
@@ -313,20 +314,35 @@ class Workers:
     def _going_on(self, names: Iterable[str]) -> None:
         """Tokens of these calls came, or their ends."""
         for recovery in self._recoveries.going_on(names):
-            task = asyncio.create_task(self._tell(recovery, time.time()))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            self._tell_later(self._tell(recovery, time.time()))
+
+    def _went_without(self, since_s: float) -> None:
+        """There is a coordinator again, after none had answered since then."""
+        self._tell_later(self._tell_without(since_s, time.time(), tuple(self.ready)))
+
+    def _tell_later(self, telling: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(telling)
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     async def _tell(self, recovery: Recovery, end_s: float) -> None:
+        self._say(line_of(recovery, end_s, await self._steps(recovery.survivors, recovery.began_s, end_s)))
+
+    async def _tell_without(self, since_s: float, end_s: float, survivors: tuple[WorkerId, ...]) -> None:
+        steps = await self._steps(survivors, since_s, end_s)
+        self._say(f"without a coordinator for {end_s - since_s:.1f} s{meanwhile(steps)}")
+
+    async def _steps(self, survivors: tuple[WorkerId, ...], began_s: float, end_s: float) -> list[OfOne]:
         steps = []
-        for slot in self._slots:
-            if slot.worker is None or slot.worker not in recovery.survivors:
+        for slot in tuple(self._slots):
+            if slot.worker is None or slot.worker not in survivors:
                 continue
+            worker = slot.worker
             with suppress(Gone, TimeoutError, RecoveryError):
-                during = await answer(slot.handle.steps.remote(recovery.began_s, end_s), ANSWER_S)
-                before = await answer(slot.handle.steps.remote(recovery.began_s - BEFORE_S, recovery.began_s), ANSWER_S)
-                steps.append((slot.worker, during, before))
-        self._say(line_of(recovery, end_s, steps))
+                during = await answer(slot.handle.steps.remote(began_s, end_s), ANSWER_S)
+                before = await answer(slot.handle.steps.remote(began_s - BEFORE_S, began_s), ANSWER_S)
+                steps.append((worker, during, before))
+        return steps
 
     async def close(self) -> None:
         """End all engines."""

@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,6 +63,9 @@ class CoordinatorLink:
         self.handle = self._make(again=False)
         self.figures = Figures(0)
         self.on_replaced: Callable[[], None] = lambda: None
+        self.on_again: Callable[[float], None] = lambda since_s: None
+        """Told that one goes on in another's place, and since when none had answered."""
+        self._heard_s = time.time()
 
     def _make(self, *, again: bool) -> Any:
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 32}
@@ -104,6 +108,8 @@ class CoordinatorLink:
         if figures.waits:
             await answer(handle.go_on.remote(self._participants), STARTING_S)
             self._say(f"the coordinator was started again and goes on at epoch {figures.epoch}")
+            self.on_again(self._heard_s)
+        self._heard_s = time.time()
         self.figures = figures
 
     def replace(self, why: str) -> None:

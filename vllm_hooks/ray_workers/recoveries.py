@@ -55,8 +55,12 @@ class Recoveries:
         return over
 
 
-def line_of(recovery: Recovery, end_s: float, steps: Iterable[tuple[WorkerId, Steps, Steps]]) -> str:
-    """The line. `steps`: of each survivor, during the recovery and before it."""
+OfOne = tuple[WorkerId, Steps, Steps]
+"""A survivor's steps during a recovery, and before it."""
+
+
+def line_of(recovery: Recovery, end_s: float, steps: Iterable[OfOne]) -> str:
+    """The line. `steps`: of each survivor."""
     line = (
         f"worker {recovery.worker} is gone ({recovery.why}); after {end_s - recovery.began_s:.1f} s its "
         f"{recovery.n_calls} calls go on"
@@ -66,10 +70,14 @@ def line_of(recovery: Recovery, end_s: float, steps: Iterable[tuple[WorkerId, St
     lost = recovery.lost
     line += f", {lost.n_waiting} segments of them waited in the queue" if lost.n_waiting else ""
     line += f"; what else waited is generated again: {lost.error}" if lost.error else ""
-    for worker, during, before in steps:
-        line += (
-            f"; {worker} meanwhile made {during.n_steps} steps, {during.rate:.0f} tokens/s "
-            f"({before.rate:.0f} before), longest pause {1000 * during.longest_pause_s:.0f} ms "
-            f"({1000 * before.longest_pause_s:.0f} before)"
-        )
-    return line
+    return line + meanwhile(steps)
+
+
+def meanwhile(steps: Iterable[OfOne]) -> str:
+    """The end of such a line: what the survivors did."""
+    return "".join(
+        f"; {worker} meanwhile made {during.n_steps} steps, {during.rate:.0f} tokens/s "
+        f"({before.rate:.0f} before), longest pause {1000 * during.longest_pause_s:.0f} ms "
+        f"({1000 * before.longest_pause_s:.0f} before)"
+        for worker, during, before in steps
+    )
