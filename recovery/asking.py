@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from recovery.errors import SnapshotAbandoned
+from recovery.errors import RecoveryError, SnapshotAbandoned
 from recovery.membership import BUSY, Effect, Event, Membership, State
 from recovery.ports import Clock, Participant
 
@@ -31,7 +31,8 @@ WORDS_MAX = 500
 def words_of(raised: BaseException) -> str:
     """What it says, shortened; its type if it cannot say it."""
     try:
-        said = str(repr(raised))
+        ours = isinstance(raised, RecoveryError)  # says what to do as well
+        said = f"{type(raised).__name__}: {raised}" if ours else str(repr(raised))
     except BaseException as error:
         return f"{type(raised).__name__} (its text cannot be made: {type(error).__name__})"
     return said if len(said) <= WORDS_MAX else f"{said[:WORDS_MAX]}… ({len(said)} letters)"

@@ -1,10 +1,11 @@
 """The state of a participant that joined, as it is stored: opaque bytes with their digest (docs/format.md, section 10).
 
-Owns: the JSON around the bytes, and checking it.
-Does not know: what the bytes mean, where the JSON lies.
+Owns: the JSON around the bytes, and checking it; for those whose own bytes are a JSON object, reading that.
+Does not know: what is in it, where it lies.
 
-Invariant:
+Invariants:
 1. What is unpacked is bit for bit what was packed, or Damaged.
+2. What a participant is handed and cannot read is told by the participant's name, whatever bytes it is.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from recovery.codec import canonical_json, sha256_hex
-from recovery.errors import Damaged
+from recovery.errors import Damaged, FormatNotUnderstood
 
 SCHEMA = 1
 
@@ -38,3 +41,28 @@ def unpacked(state: bytes, name: str) -> bytes:
     if len(blob) != nbytes or sha256_hex(blob) != digest:
         raise Damaged(f"state {name!r} does not have the recorded length and sha256")
     return blob
+
+
+BEGIN_ANEW = "let it begin without a state, from its first call: what ended comes from the store again"
+
+
+def object_of(state: bytes, who: str) -> dict[str, Any]:
+    """The JSON object that somebody's state is, of a schema that this version reads. Raises as `check_schema`."""
+    try:
+        found = json.loads(state)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Damaged(f"the state of {who} is no JSON: {error!r:.200}", hint=BEGIN_ANEW) from error
+    check_schema(found, who)
+    assert isinstance(found, dict)
+    return found
+
+
+def check_schema(state: object, who: str) -> None:
+    """Raise Damaged for what is no object with a schema, FormatNotUnderstood for another schema."""
+    if not isinstance(state, Mapping) or type(schema := state.get("schema")) is not int:
+        raise Damaged(f"the state of {who} is no object with a `schema`: {state!r:.80}", hint=BEGIN_ANEW)
+    if schema != SCHEMA:
+        raise FormatNotUnderstood(
+            f"the state of {who} has schema {schema}; this version reads {SCHEMA}",
+            hint=f"go on with the version that wrote it, or {BEGIN_ANEW}",
+        )

@@ -13,14 +13,16 @@ Invariants:
 from __future__ import annotations
 
 import base64
-import json
 import threading
 from collections.abc import Iterable
 from typing import Protocol
 
+from recovery.blobs import object_of
 from recovery.codec import canonical_json
-from recovery.errors import SnapshotAbandoned
+from recovery.errors import Damaged, InputError, SnapshotAbandoned
 from recovery.shards import Missing, Receipt, Shards
+
+_OWN = "look what is damaged: snapshot-inspect verify; an older snapshot may be asked for by its id"
 
 
 class Owner(Protocol):
@@ -136,11 +138,19 @@ class Sharded:
             raise errors[0]
 
     def restore(self, state: bytes, rewound: bool) -> None:
-        """Raises ValueError for a state of other shards."""
-        found = json.loads(state)
-        if sorted(found["states"]) != sorted(self._names):
-            raise ValueError(f"{self.name!r} has the shards {self._names}, the snapshot {sorted(found['states'])}")
+        """Raises InputError for a state of other shards, Damaged for what is none; nothing is changed then."""
+        found = object_of(state, self.name)
+        try:
+            states = {name: base64.b64decode(text, validate=True) for name, text in found["states"].items()}
+            epochs = {name: found["epochs"][name] for name in states}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"the state of {self.name!r} is malformed: {error!r:.200}", hint=_OWN) from error
+        if not all(type(epoch) is int and epoch >= 0 for epoch in epochs.values()):
+            raise Damaged(f"the state of {self.name!r} has epochs that are no counts: {epochs!r:.200}", hint=_OWN)
+        if sorted(states) != sorted(self._names):
+            raise InputError(
+                f"{self.name!r} has the shards {sorted(self._names)}, the snapshot {sorted(states)}"[:500],
+                hint="make it with the shards of the snapshot",
+            )
         with self._changed:
-            self._shards = Shards(self._names, found["epochs"])
-            self._states = {name: base64.b64decode(text) for name, text in found["states"].items()}
-            self._rewound = rewound
+            self._shards, self._states, self._rewound = Shards(self._names, epochs), states, rewound

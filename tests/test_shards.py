@@ -15,7 +15,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from recovery.errors import SnapshotAbandoned
+from recovery.errors import InputError, SnapshotAbandoned
 from recovery.sharded import Sharded
 from recovery.shards import Missing, Receipt, Refused, Shards
 
@@ -170,7 +170,7 @@ def test_all_shards_of_one_cut_and_back() -> None:
     assert again.take("a", new) == 2 and new.restored == [(b"A1", False)], "above every owner that there was"
     with pytest.raises(SnapshotAbandoned, match="shard 'b' of 'env' has no owner"):
         again.prepare()
-    with pytest.raises(ValueError, match="has the shards"):
+    with pytest.raises(InputError, match="has the shards"):
         Sharded("env", ["a"]).restore(prepared, False)
 
 

@@ -14,12 +14,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from recovery.blobs import BEGIN_ANEW, SCHEMA, check_schema
 from recovery.calls import LiveCall
-from recovery.errors import InputError
+from recovery.errors import Damaged, InputError
 from recovery.lineage import NO_PARENT
 from recovery.model import FINISH_REASONS, CallId
 from recovery.trajectories import Place
@@ -122,12 +124,30 @@ class Trajectory:
 
     def state(self) -> dict[str, Any]:
         """Where it is, as JSON, for the state of the agent that it belongs to."""
-        return {"turn": self.turn, "model_call": self.model_call, "parent": self._parent.hex()}
+        place = {"turn": self.turn, "model_call": self.model_call, "parent": self._parent.hex()}
+        return {"schema": SCHEMA, "rollout": self.rollout, **place}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was given. Calls that ended since are found in the store when they are made again."""
-        self.turn, self.model_call = int(state["turn"]), int(state["model_call"])
-        self._parent = self._restored_at = CallId(bytes.fromhex(state["parent"]))
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was given. Calls that ended since are found in the store when they are made again.
+
+        Raises InputError for the state of another rollout, Damaged for what is no state, and FormatNotUnderstood for
+        one of another version; nothing is changed then.
+        """
+        who = f"the trajectory of {self.rollout!r}"
+        check_schema(state, who)
+        if state.get("rollout") != self.rollout:
+            raise InputError(
+                f"{who} was given the state of {state.get('rollout')!r:.80}",
+                hint="hand each agent the state that its own trajectory gave",
+            )
+        try:
+            place, parent = Place(state["turn"], state["model_call"]), bytes.fromhex(state["parent"])
+        except (KeyError, TypeError, ValueError, InputError) as error:
+            raise Damaged(f"the state of {who} is malformed: {error!r:.200}", hint=BEGIN_ANEW) from error
+        if len(parent) != len(NO_PARENT):
+            raise Damaged(f"the state of {who} is malformed: parent {state['parent']!r:.80}", hint=BEGIN_ANEW)
+        self.turn, self.model_call = place.turn, place.model_call
+        self._parent = self._restored_at = CallId(parent)
         self._own = []
 
 

@@ -22,12 +22,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from recovery.errors import Damaged, InputError
+
 _TABLES = """
 CREATE TABLE IF NOT EXISTS messages (id INTEGER PRIMARY KEY, folder TEXT NOT NULL, sender TEXT, text TEXT);
 CREATE TABLE IF NOT EXISTS log (
     n INTEGER PRIMARY KEY, key TEXT UNIQUE NOT NULL, name TEXT NOT NULL, arguments TEXT NOT NULL, result TEXT NOT NULL
 );
 """
+
+_LOG = "SELECT n, key, name, arguments, result FROM log ORDER BY n"
+_MAGIC = b"SQLite format 3\0"
+_LOOK = "look whether it is the mailbox's own: snapshot-inspect verify; an older snapshot may be asked for by its id"
 
 Step = Callable[[str], None]
 
@@ -36,7 +42,7 @@ class AnotherAction(Exception):
     """A key was used for one action and now comes with another: the agent went another way than the mailbox knows."""
 
 
-class WentAnotherWay(Exception):
+class WentAnotherWay(InputError):
     """The mailbox has done what the snapshot knows nothing of, and the snapshot what the mailbox knows nothing of."""
 
 
@@ -88,7 +94,7 @@ class Mailbox:
         with self._opened() as database:
             return {
                 "messages": database.execute("SELECT * FROM messages ORDER BY id").fetchall(),
-                "log": database.execute("SELECT * FROM log ORDER BY n").fetchall(),
+                "log": database.execute(_LOG).fetchall(),
             }
 
     # ---- the participant -----------------------------------------------------------------------------------------
@@ -108,21 +114,39 @@ class Mailbox:
         self._still.release()
 
     def restore(self, state: bytes, rewound: bool) -> None:
-        """Raises WentAnotherWay."""
+        """Raises WentAnotherWay, and Damaged for what is no mailbox; nothing is changed then."""
         self._step("restore mailbox")
         saved = sqlite3.connect(":memory:")
         try:
-            saved.deserialize(state)
+            theirs = self._log_of(saved, state)
             with self._opened() as database:
-                ours, theirs = (one.execute("SELECT * FROM log ORDER BY n").fetchall() for one in (database, saved))
+                ours = database.execute(_LOG).fetchall()
                 ahead = ours[: len(theirs)] == theirs
                 if ahead and not (rewound and len(ours) > len(theirs)):
                     return
                 if not rewound and theirs[: len(ours)] != ours:
-                    raise WentAnotherWay(f"{self._path}: {len(ours)} actions, {len(theirs)} in the snapshot")
+                    raise WentAnotherWay(
+                        f"{self._path} has {len(ours)} actions, and the snapshot {len(theirs)} others",
+                        hint="it is another job's, or an older snapshot goes with it; moved away, it is made as the "
+                        "snapshot has it",
+                    )
                 saved.backup(database)
         finally:
             saved.close()
+
+    def _log_of(self, saved: sqlite3.Connection, state: bytes) -> list[tuple[Any, ...]]:
+        if not state.startswith(_MAGIC):
+            raise Damaged(f"the state of {self.name} is no mailbox: {state[:20]!r}", hint=_LOOK)
+        try:
+            saved.deserialize(state)
+            theirs = saved.execute(_LOG).fetchall()
+            saved.execute("SELECT id, folder, sender, text FROM messages").fetchall()
+            ((sound,),) = saved.execute("PRAGMA integrity_check(1)").fetchall()
+        except (sqlite3.Error, TypeError, ValueError, OverflowError) as error:
+            raise Damaged(f"the state of {self.name} is no mailbox: {error!r:.200}", hint=_LOOK) from error
+        if sound != "ok":
+            raise Damaged(f"the state of {self.name} is no whole mailbox: {sound:.200}", hint=_LOOK)
+        return theirs
 
 
 def _send(database: sqlite3.Connection, sender: str, text: str) -> int:

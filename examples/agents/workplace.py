@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from examples.agents.mailbox import Mailbox, Step
+from recovery.blobs import BEGIN_ANEW, object_of
+from recovery.errors import Damaged
 from vllm_hooks.capturing import Capturing
 from vllm_hooks.trajectory import Trajectory
 
@@ -76,7 +78,8 @@ class Workplace:
         return self.context
 
     def _state_now(self) -> bytes:
-        return json.dumps({"context": self.context, "trajectory": self.trajectory.state()}).encode()
+        state = {"schema": 1, "context": self.context, "trajectory": self.trajectory.state()}
+        return json.dumps(state).encode()
 
     def prepare(self) -> bytes:
         self._step("prepare agent")
@@ -87,7 +90,11 @@ class Workplace:
         self._step("commit agent")
 
     def restore(self, state: bytes, rewound: bool) -> None:
+        """Raises Damaged, and what Trajectory.restore raises; it is as it was then."""
         self._step("restore agent")
-        found = json.loads(state)
-        self.context, self._state = found["context"], state
-        self.trajectory.restore(found["trajectory"])
+        found = object_of(state, self.name)
+        context = found.get("context")
+        if not isinstance(context, list) or not all(type(token) is int for token in context):
+            raise Damaged(f"the state of {self.name} has no context of token ids", hint=BEGIN_ANEW)
+        self.trajectory.restore(found.get("trajectory", {}))
+        self.context, self._state = context, state
