@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def test_g8_b6_killed_at_every_step_a_tool_acts_once(quick_path: Path, lives: Li
     assert lives.live(whole) == 0
     reference = said(whole)
     steps = reference["steps"]
-    assert len(steps) > 40 and len(set(steps)) == len(steps)
+    check_steps(mode, steps, json.loads(reference["outcome"]))
     check_tokens(json.loads(reference["outcome"]))
     for number, step in enumerate(steps):
         job = Job(quick_path / str(number), mode)
@@ -57,6 +58,23 @@ def test_g8_b6_killed_at_every_step_a_tool_acts_once(quick_path: Path, lives: Li
         found = said(job)
         assert found["outcome"] == reference["outcome"], step
         check_generated(mode, step, found["generated"])
+
+
+def check_steps(mode: ModeName, steps: list[str], outcome: dict[str, Any]) -> None:
+    """Nothing that a life does is left out of the enumeration: counted from what it left behind, not from the steps."""
+    assert len(set(steps)) == len(steps)
+    found = Counter(step.rpartition("#")[0] for step in steps)
+    expected = Counter(f"token {turn}.{n + 1}" for turn in range(TURNS) for n in range(TOKENS))
+    expected.update(f"{what} {turn}" for turn in range(TURNS) for what in ("answered", "turn"))
+    keys = [key for _, key, *_ in outcome["log"]]
+    assert len(set(keys)) == len(keys) >= 2 * TURNS  # each turn has more than one action: between them it may die too
+    expected.update(f"{what} {key}" for key in keys for what in ("begin", "done", "committed"))
+    snapshots = TURNS + 1  # after each turn, and the last one
+    for what in ("prepare agent", "prepare mailbox", "commit agent", "commit mailbox", "before log", "published"):
+        expected[what] = snapshots
+    expected["before state"] = 2 * TURNS  # of the agent and of the mailbox, where they changed
+    expected["before seg"] = TURNS if mode == "turn" else TURNS * (TOKENS + 1)  # an end is a flush of its own
+    assert found == expected
 
 
 def check_tokens(outcome: dict[str, Any]) -> None:
