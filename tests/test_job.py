@@ -638,7 +638,8 @@ def test_the_operator_is_told_what_was_not_stored() -> None:
     )
     assert list(saving.closing_lines(counters, {"the call has ended": 2})) == [
         "2 records that were stored did not fit and are not used: the call has ended",
-        "stored 7 segments; 2 periodic flushes were skipped while another was being written, 3 failed",
+        "stored 7 segments; 2 periodic flushes skipped while another was being written (the next one took its tokens), "
+        "3 failed",
         "12 records could not be stored and end with this process: no space left",
     ]
     assert list(saving.closing_lines(StagingCounters(flushes=7), {})) == []

@@ -109,7 +109,7 @@ def test_a_hub_that_does_not_answer_is_told_by_every_verb_at_once(
     assert hub.asked == []
 
 
-def test_plan_and_explain_tell_it_too(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_a_store_each_verb_asks_once(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_job(tmp_path, Path(NAME), ['{"id": "a", "prompt": "hello"}'])
     (tmp_path / "store").mkdir()
     one_snapshot(LocalStore(tmp_path / "store"))
@@ -117,3 +117,5 @@ def test_plan_and_explain_tell_it_too(hub: Hub, tmp_path: Path, capsys: pytest.C
         assert inspect([verb, str(config)]) == 2
         assert f"there is no model folder {tmp_path}/{NAME}" in capsys.readouterr().err
     assert len(hub.asked) == 2
+    assert main(["run", str(config)]) == 2
+    assert f"there is no model folder {tmp_path}/{NAME}" in capsys.readouterr().err and len(hub.asked) == 3

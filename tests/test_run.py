@@ -168,7 +168,7 @@ def test_w9_adoption_alone_with_shuffled_siblings(
     write_lines(quick_path / "prompts.jsonl", [rows[number] for number in order])
     last = run(config, "run-1")
     assert last.wait() == 0, last.text
-    assert "later segments" in last.text
+    assert "later segment" in last.text
     after = last.counts()
     assert before is not None and after is not None
     places = [4 * order.index(number) + index for number in range(4) for index in range(4)]
@@ -467,6 +467,7 @@ def test_engine_arguments_that_do_not_exist(tiny_model: Path, tmp_path: Path) ->
     config = write_job(tmp_path, tiny_model, lines(1))
     wrong = run(config, "wrong", "--set", "engine.dtpye=float32")
     assert wrong.wait() == 2 and "engine.dtpye: this vLLM has no such argument; did you mean dtype?" in wrong.text
+    assert f"no store at {tmp_path / 'store'} yet: the run makes one and begins anew" in wrong.text
     missing: JobProcess = run(config, "missing", "--set", f"model={tmp_path / 'nowhere'}")
     assert missing.wait() == 2, missing.text
     assert f"there is no model folder {tmp_path / 'nowhere'}" in missing.text and "Traceback" not in missing.text

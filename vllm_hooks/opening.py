@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
-import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -50,6 +48,7 @@ from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.codecs import MixedSegmentCodec
 from storage_backends.stagings import CheckedStaging
 from storage_backends.transfer_queue import QueueRows
+from storage_backends.writer_name import LENGTH_MAX, writer_name
 from vllm_hooks.watching import Reading, watched
 
 
@@ -112,7 +111,7 @@ def open_store_for(
     make_root(store, entropy)
     segments, ledgers = MixedSegmentCodec(config.codec), ArrowLedgerCodec()
     segments.encode([], "seg/warm")  # the first use of the codec is the slowest, and the first flush must not wait
-    owner = (owner or f"{socket.gethostname()} pid {os.getpid()}")[:200]
+    owner = (owner or writer_name())[:LENGTH_MAX]
     log = SlotLog(store, clock, entropy, owner, single_writer=config.store_options.exclusive)
     refuse_foreign(store, ledgers, must, config.restore)
     log.claim()

@@ -26,6 +26,7 @@ from rich.table import Table
 from prefix_recovery.interrupted import JobFigures, compare, read_rows, run_once
 from prefix_recovery.smollm2 import make_smollm2
 from recovery.errors import ConfigError, RecoveryError
+from snapshot_inspect import render
 
 FLUSH = 16
 MIN_TOKENS = 200
@@ -65,7 +66,7 @@ def run_demo(folder: Path | None, *, seed: int | None, kills: int, calls: int) -
     if folder is not None and any((folder / name).exists() for name in ("whole", "broken")):
         raise ConfigError(f"{folder} holds an earlier demo", hint="give --dir another folder, or remove that one")
     seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
-    console = Console(highlight=False)
+    console = render.console(highlight=False)
     place = Path(tempfile.mkdtemp(prefix="prefix-recovery-demo-")) if folder is None else folder
     place.mkdir(parents=True, exist_ok=True)
     try:

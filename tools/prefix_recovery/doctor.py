@@ -76,8 +76,8 @@ def _exactness() -> Iterator[Finding]:
             yield Finding("warn", f"{name}={value} is set; a run would set {wanted}", f"unset {name}")
     yield Finding(
         "ok",
-        "a run sets VLLM_CPU_ATTN_SPLIT_KV=0, with which this engine is bit-exact whatever else is in the batch; its "
-        "self-test grades what resumes may claim",
+        "a run sets VLLM_CPU_ATTN_SPLIT_KV=0, with which what else is in the batch changes no bit of a call; its "
+        "self-test grades what a resumed call may claim, whose prefix is computed at once and not token by token",
     )
 
 

@@ -26,7 +26,7 @@ from prefix_recovery import changes, saving
 from prefix_recovery.dispatch import Dispatch, Outcome, first_stop
 from prefix_recovery.engine import Engine, Unstarted, set_environment
 from prefix_recovery.engine_requests import check_sampling
-from prefix_recovery.job_here import job_fields, job_of
+from prefix_recovery.job_here import JobHere, job_fields, job_of
 from prefix_recovery.metrics_server import MetricsServer
 from prefix_recovery.model_place import check_model
 from prefix_recovery.output_lock import OutputLock
@@ -34,7 +34,7 @@ from prefix_recovery.processes import descendants
 from prefix_recovery.progress import Progress
 from prefix_recovery.prompts import BadLine, PromptFile, Sample, read_prompts
 from prefix_recovery.results import Results, write_errors
-from prefix_recovery.stored_job import Held, check_stored
+from prefix_recovery.stored_job import Held, begins_anew, check_stored
 from prefix_recovery.tally import Tally
 from prefix_recovery.waiting import Notices
 from recovery.config import JobConfig, effective_mode
@@ -216,15 +216,22 @@ class Run:
     def _check_early(self, progress: Progress) -> Held | None:
         """What would end the run after the engine's start, told before it. Returns what the store has of the job."""
         held = None
-        check_model(self._config.model, self._options.folder)
         set_environment()
         check_sampling(self._config.sampling)
         block = self._config.rollout_checkpointing
         if effective_mode(block) != "off" and block.store is not None:
             store = open_store(block.store, create=True, **block.store_options.given())
-            held = check_stored(store, block.restore, lambda: job_of(self._config, self._file))
+            if block.restore != "never" and (none := begins_anew(store, block.store)):
+                progress.say(none)
+            held = check_stored(store, block.restore, self._job)
         self._look_at_rows(progress)  # the store can say more about what was changed, and is asked first
+        if held is None:
+            check_model(self._config.model, self._options.folder)
         return held
+
+    def _job(self) -> JobHere:
+        check_model(self._config.model, self._options.folder)
+        return job_of(self._config, self._file)
 
     def _capturing(self, llm: Any, session: RecoverySession) -> Any:
         return RecoverableEngine(llm, session)

@@ -28,7 +28,7 @@ from prefix_recovery.job_here import job_of
 from prefix_recovery.model_place import check_model
 from prefix_recovery.prompts import BadLine, read_prompts
 from prefix_recovery.results import Results
-from prefix_recovery.stored_job import check_stored
+from prefix_recovery.stored_job import begins_anew, check_stored
 from recovery.claims import latest_claims
 from recovery.config import JobConfig, effective_mode
 from recovery.errors import InputError, NoStore, RecoveryError
@@ -223,14 +223,8 @@ def _folder(address: str, config: JobConfig) -> Iterator[Finding]:
 
 
 def _contents(store: ObjectStore, address: str, config: JobConfig) -> Iterator[Finding]:
-    try:
-        check_root(store)
-    except NoStore:
-        at = getattr(store, "endpoint", None)
-        yield Finding(
-            "ok",
-            f"no store at {address}{f' of {at}' if at else ''} yet; the run makes one and begins every prompt anew",
-        )
+    if none := begins_anew(store, address):
+        yield Finding("ok", none)
         return
     tail = find_tail(store)
     yield Finding("ok", f"store {address}, {tail} log entries; `snapshot-inspect latest` says more")

@@ -14,7 +14,6 @@ import functools
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from prefix_recovery.remote import RemoteEngine, RemoteSession, RemoteStored
 from prefix_recovery.wanted_workers import WantedWorkers
 from recovery.restored import Restored
 from storage_backends.transfer_queue import CPUS, package, start_queue
+from storage_backends.writer_name import writer_name
 from vllm_hooks.ray_workers.cluster import Workers
 from vllm_hooks.ray_workers.link import CoordinatorLink
 from vllm_hooks.ray_workers.ray_here import connected
@@ -84,7 +84,7 @@ class RunOnRay(Run):
         )
         here: JobHere = await asyncio.to_thread(job_of, config, self._file)
         self._like = Unstarted(config.model, config.engine)
-        owner = f"{socket.gethostname()} pid {os.getpid()} run {secrets.token_hex(4)}"
+        owner = writer_name(f"run {secrets.token_hex(4)}")
         link = CoordinatorLink(block, here.must, here.recorded, here.stop, owner, progress.say)
         restored, changed = await link.ask("opened")
         ledger = await link.ask("everything")

@@ -22,7 +22,8 @@ from snapshot_inspect.places import Place, ledger_codec, open_place, segment_cod
 from snapshot_inspect.progress import progress_on
 from snapshot_inspect.survey import choose, position
 from snapshot_inspect.verify import Verification, verify
-from snapshot_inspect.writing import open_for_writing, owner_of
+from snapshot_inspect.writing import open_for_writing
+from storage_backends.writer_name import writer_name
 from vllm_hooks.opening import SystemClock, SystemEntropy
 
 
@@ -71,7 +72,7 @@ def _pinned_one(place: Place, text: str, pinned: dict[int, list[str]]) -> int:
 
 def _pin(store: ObjectStore, snapshot: Snapshot) -> str:
     reached = garbage.reached_by(store, ledger_codec(), snapshot)
-    return pins.pin(store, SystemClock(), SystemEntropy(), owner_of("pin"), snapshot.id, reached)[0]
+    return pins.pin(store, SystemClock(), SystemEntropy(), writer_name("pin"), snapshot.id, reached)[0]
 
 
 def _verified(place: Place, snapshot: Snapshot, *, read_data: bool) -> Verification:

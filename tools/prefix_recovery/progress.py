@@ -15,10 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from snapshot_inspect.render import console
 from snapshot_inspect.texts import nbytes_text, printable_lines, seconds_text
 
 _LINE_EVERY_S = 10.0
@@ -30,7 +30,7 @@ class Progress:
     """Results done of results wanted, and the decode rate; `tokens` gives the tokens decoded so far."""
 
     def __init__(self, total: int, done: int, tokens: Callable[[], int], *, quiet: bool = False) -> None:
-        self._console = Console(stderr=True, highlight=False, quiet=quiet)
+        self._console = console(stderr=True, highlight=False, quiet=quiet)
         self._total = total
         self._done = self._done_before = done
         self._tokens = tokens

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from recovery.restored import Restored
 from recovery.staging import StagingCounters
+from snapshot_inspect.texts import count_text
 from vllm_hooks.parity import Parity
 
 
@@ -23,8 +24,9 @@ def restored_lines(restored: Restored, n_calls: int, n_tokens: int) -> Iterator[
         yield f"passed over {item.what}: {item.reason}"
     if restored.snapshot is not None or restored.adopted_segments:
         yield (
-            f"continuing from snapshot {restored.snapshot or 'none'}, {restored.adopted_segments} later segments, "
-            f"as snapshot {restored.published}: {n_calls} calls in flight, {n_tokens} tokens of them kept"
+            f"continuing from snapshot {restored.snapshot or 'none'}, "
+            f"{count_text(restored.adopted_segments, 'later segment')}, as snapshot {restored.published}: "
+            f"{count_text(n_calls, 'call')} in flight, {count_text(n_tokens, 'token')} of them kept"
         )
     yield from rejected_lines("of the later segments", restored.rejected)
     if restored.uncollected is not None:
@@ -37,8 +39,8 @@ def parity_lines(parity: Parity) -> Iterator[str]:
         yield (
             f"self-test{' of an earlier start' if parity.earlier else ''}: "
             f"{parity.n_calls - parity.n_different} of {parity.n_calls} resumed calls equal, "
-            f"largest logprob gap {parity.largest_gap:.2g}: resumes are {parity.grade}; "
-            f"capture by {'reading the front end' if parity.pull_agrees else 'streaming'}"
+            f"largest logprob gap {parity.largest_gap:.2g}: resumes are graded `{parity.grade}`; "
+            f"tokens are captured {'by looking at running calls' if parity.pull_agrees else 'as they are streamed'}"
         )
     for apart in parity.divergences:
         gap = "" if apart.best_gap is None else f", where the two best logits were {apart.best_gap:.2g} apart"
@@ -49,9 +51,10 @@ def closing_lines(staging: StagingCounters, rejected: Mapping[str, int]) -> Iter
     """At the end of a run. `rejected`: records that did not fit the ledger, by reason."""
     yield from rejected_lines("that were stored", rejected)
     if staging.skipped or staging.failures:
+        skipped = count_text(staging.skipped, "periodic flush", "periodic flushes")
         yield (
-            f"stored {staging.flushes} segments; {staging.skipped} periodic flushes were skipped while another was "
-            f"being written, {staging.failures} failed"
+            f"stored {count_text(staging.flushes, 'segment')}; {skipped} skipped while another was being written (the "
+            f"next one took its tokens), {staging.failures} failed"
         )
     if staging.backlog_records:
         yield (

@@ -75,6 +75,16 @@ def check_stored(store: ObjectStore, choice: Choice, job: Callable[[], JobHere])
     return Held(found.same, ended, sum(entry.ended is None and entry.n_tokens > 0 for entry in loaded.ledger))
 
 
+def begins_anew(store: ObjectStore, address: str) -> str:
+    """What is said where a run finds no store; "" if there is one."""
+    try:
+        check_root(store)
+    except NoStore:
+        at = getattr(store, "endpoint", None)
+        return f"no store at {address}{f' of {at}' if at else ''} yet: the run makes one and begins anew"
+    return ""
+
+
 def refuse_changed(store: ObjectStore, segments: SegmentCodec, ledger: Ledger, here: JobHere) -> changes.Compared:
     """Raise FingerprintMismatch if a call of `ledger` is not what the job asks for now."""
     found = changes.compared(ledger, here.source_digests)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, TextIO
 
+from snapshot_inspect.render import console
 from snapshot_inspect.texts import nbytes_text, seconds_text
 
 EVERY_S = 10.0
@@ -93,7 +94,6 @@ class Bar(Silent):
     """A bar with rate and time left."""
 
     def __init__(self, stream: TextIO, *, verb: str = "verify", things: str = "segments") -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as RichProgress
 
@@ -103,7 +103,7 @@ class Bar(Silent):
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
-            console=Console(file=stream),
+            console=console(file=stream),
             transient=True,
         )
 

@@ -11,8 +11,9 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from snapshot_inspect.texts import printable
 
@@ -25,6 +26,13 @@ TABLE_ROWS_MAX = 2000
 """Above it a terminal gets plain rows too: laying out a table takes a while, and nobody looks at its lines."""
 
 
+def console(**arguments: Any) -> Console:
+    """A rich Console. With NO_COLOR set it sends no style at all: bold and dim are an attribute of colour to many."""
+    from rich.console import Console
+
+    return Console(color_system=None if os.environ.get("NO_COLOR") else "auto", **arguments)
+
+
 class Screen:
     """Where people read."""
 
@@ -32,9 +40,7 @@ class Screen:
         self._stream = stream
         self._console: Console | None = None
         if stream.isatty():
-            from rich.console import Console
-
-            self._console = Console(file=stream, highlight=False, emoji=False)
+            self._console = console(file=stream, highlight=False, emoji=False)
 
     def line(self, text: str = "", style: str = "") -> None:
         if self._console is None:

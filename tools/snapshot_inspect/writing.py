@@ -1,6 +1,6 @@
 """What the verbs that write to a store have in common: how it is opened, who they are in its log, what is said of it.
 
-Owns: opening for writing, the owner's text, the words about a job that runs meanwhile.
+Owns: opening for writing, the words about a job that runs meanwhile.
 Does not know: what is written.
 
 Invariant:
@@ -9,13 +9,11 @@ Invariant:
 
 from __future__ import annotations
 
-import os
-import socket
-
 from recovery.ports import ObjectStore
 from recovery.slots import SlotLog
 from snapshot_inspect.places import store_at
 from storage_backends import open_store
+from storage_backends.writer_name import writer_name
 
 WILL_FENCE = "with --apply a job that runs on this store is fenced: it stops with exit code 11"
 HAS_FENCED = "a job that ran on this store is fenced; run it again, and it goes on from what is there"
@@ -27,13 +25,8 @@ def open_for_writing(address: str) -> tuple[ObjectStore, bool]:
     return open_store(url, create=True, **options), bool(options.get("exclusive"))
 
 
-def owner_of(verb: str) -> str:
-    """Who `verb` is in the log, for people."""
-    return f"{socket.gethostname()} pid {os.getpid()}, {verb}"[:200]
-
-
 def log_of(store: ObjectStore, verb: str, *, single_writer: bool = False) -> SlotLog:
     """A place in the log, not yet claimed, for `verb`."""
     from vllm_hooks.opening import SystemClock, SystemEntropy
 
-    return SlotLog(store, SystemClock(), SystemEntropy(), owner_of(verb), single_writer=single_writer)
+    return SlotLog(store, SystemClock(), SystemEntropy(), writer_name(verb), single_writer=single_writer)
