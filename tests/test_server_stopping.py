@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.test_server_http import ASK, Client, Served, Tokens, on_loop, served
+from tests.test_server_http import ASK, CHAT, LONGEST_S, Client, Served, Tokens, on_loop, served
+from vllm_hooks.server_http import RecoveryLayer
 from vllm_hooks.server_stopping import SIGNALS, Stopping
 
 
@@ -131,26 +136,109 @@ def test_a_signal_is_heard_beside_the_servers_own_handler() -> None:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
+    with signals_restored():
         asyncio.run(scenario())
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     assert heard == list(SIGNALS)
     assert wanted == ["shutdown", "end connections", "stop 7"]
 
 
 def test_a_signal_without_a_handler_does_what_it_did() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
+    async def scenario() -> None:
+        session: Any = None
+        Stopping(None, session, asyncio.sleep, 7).listen()  # type: ignore[arg-type]
 
-        async def scenario() -> None:
-            session: Any = None
-            Stopping(None, session, asyncio.sleep, 7).listen()  # type: ignore[arg-type]
-
+    with signals_restored():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         asyncio.run(scenario())
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@contextmanager
+def signals_restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class EngineClient:
+    """As vLLM's server sees its engine: gone once it was shut down."""
+
+    vllm_config = SimpleNamespace(shutdown_timeout=0)
+    errored, is_running = False, True
+
+    def shutdown(self, timeout: float) -> None:
+        self.errored = True
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+async def ends_under_two_streams(one: Served, folder: Path) -> None:
+    """What `vllm serve` runs, around a handler of ours: its loop, its signals, its wait for connections."""
+    from fastapi import FastAPI
+    from starlette.responses import StreamingResponse
+    from vllm.entrypoints.launchers.launcher import create_server_unix_socket, serve_http
+
+    app, engine, may_end = FastAPI(), EngineClient(), asyncio.Event()
+    app.state.engine_client = one.end._engine = engine
+
+    async def start(layer: RecoveryLayer) -> None:
+        one.end.listen()
+
+    one.start = start  # type: ignore[method-assign]
+
+    async def lines() -> AsyncIterator[bytes]:
+        yield b"begun\n"
+        await may_end.wait()
+
+    def layer(app: Any) -> RecoveryLayer:
+        async def route(scope: Any, receive: Any, send: Any) -> None:
+            handler = one._handler if scope["type"] == "http" and scope["path"] == CHAT else app
+            await handler(scope, receive, send)
+
+        return RecoveryLayer(route, one)
+
+    app.add_api_route("/bare", lambda: StreamingResponse(lines()))
+    app.add_middleware(layer)  # type: ignore[arg-type]
+    sock = create_server_unix_socket(str(folder / "u"))
+
+    async def serve() -> None:
+        await (await serve_http(app, sock, host="", port=0, timeout_keep_alive=5, log_config=None))
+
+    server = asyncio.ensure_future(serve())
+    await until(lambda: server.done() or (hasattr(app.state, "server") and app.state.server.started))
+    one.captured.allow(3)
+    transport = httpx.AsyncHTTPTransport(uds=str(folder / "u"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=LONGEST_S) as client:
+        async with client.stream("GET", "/bare") as bare:
+            assert await anext(bare.aiter_lines()) == "begun"
+            async with client.stream("POST", CHAT, json=ASK, headers={"X-Attempt-Id": "a"}) as captured:
+                events = (json.loads(line[len("data: ") :]) async for line in captured.aiter_lines() if line)
+                assert [await anext(events) for _ in range(3)] == [[0], [1], [2]]
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert (await anext(events))["error"]["code"] == "recovery_stopping"
+            assert one.end._end is not None
+            await one.end._end
+            assert one.session.counters.last_snapshot is not None
+            assert not server.done(), "vLLM waits for the client of the other stream"
+            may_end.set()
+        await server
+
+
+def test_the_last_snapshot_of_vllms_server_waits_for_no_client(tmp_path: Path) -> None:
+    import uvloop
+
+    async def scenario(folder: Path) -> None:
+        async with served(tmp_path / "s") as one:
+            await ends_under_two_streams(one, folder)
+        async with served(tmp_path / "s") as two:
+            (call,) = two.attempts.describe("a")["calls"]
+            assert call["n_tokens"] == 3
+
+    with signals_restored(), tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
+        uvloop.run(asyncio.wait_for(scenario(Path(folder)), LONGEST_S))
