@@ -443,6 +443,7 @@ async def test_a_forgotten_attempt_is_nobodys_while_the_store_has_it(tmp_path: P
         RecoverySession.want_snapshot(one.session, *wanted)
         while not one.session.counters.snapshots:
             await asyncio.sleep(0.001)
+        assert one.session.stored.entries() == [], "it was younger than any snapshot, and is in none"
         again = await Client(one.app, ASK, x_attempt_id="a", authorization="Bearer bob").answer()
         assert again.status == 200 and len(again.tokens) == len(first.tokens)
         assert one.attempts.is_owned("a", "bob")

@@ -101,3 +101,21 @@ def test_what_was_forgotten_is_said_by_the_snapshot_that_was_cut_after_it() -> N
     stored.due()
     stored.published()
     assert stored.is_said(forgotten) and not stored.has_news and stored.entry(call_id) is None
+
+
+def test_what_arrives_with_the_snapshot_that_forgets_it_is_dropped_from_it() -> None:
+    """It was cut and not stored yet when it was forgotten: the ledger gets it between the cut and the record."""
+    arrived = [entry.call_id for entry in worked().publication.ledger]  # of another life: the calls are the same
+    life = Life(MemoryStore(), 1, segments=PlainSegments(), ledgers=PlainLedgers())
+    stored = stored_of(life, life.store)
+    for call_id in arrived:
+        stored.forget(call_id)
+    stored.due()
+    stored.remember(arrived[-1])
+    life.dispatch()
+    life.decode(3)
+    life.flush()
+    assert life.snapshot().verdict is Verdict.PUBLISHED
+    assert {entry.call_id for entry in stored.entries()} == set(arrived)
+    stored.sweep()
+    assert [entry.call_id for entry in stored.entries()] == arrived[-1:]

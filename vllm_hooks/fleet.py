@@ -73,9 +73,7 @@ class LoopFleet:
             self._session.stored.due()  # in the same step: what is forgotten later is still owned in these states
             return states
 
-        states = self._on_loop(states_now, timeout_s)
-        self._session.stored.sweep()
-        return states
+        return self._on_loop(states_now, timeout_s)
 
     def resume(self, published: bool) -> None:
         if published:

@@ -144,6 +144,7 @@ class RecoverySession(Capturing):
             run=InOneThread(),
             compactor=self.compactor,
             joined=self.participants,
+            amend=self.stored.sweep,
         )
         self.snapshots = SnapshotLoop(
             coordinator,

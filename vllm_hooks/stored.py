@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 
 from recovery.errors import ObjectMissing
@@ -29,6 +30,8 @@ class StoredCalls:
         self._dropping = True
         self._forgotten: set[CallId] = set()
         self._due: set[CallId] = set()
+        self._sweeping = threading.Lock()
+        """Held while a call that is due is dropped: who remembers one finds it there, or finds it gone."""
         self._n_cuts = self._n_said = 0
 
     @property
@@ -75,19 +78,23 @@ class StoredCalls:
         self._forgotten.add(call_id)
 
     def remember(self, call_id: CallId) -> None:
-        """Somebody asked for it after all; on the loop, under no hold."""
+        """Somebody asked for it after all; on the loop, before the ledger is asked for it."""
         self._forgotten.discard(call_id)
-        self._due.discard(call_id)
+        with self._sweeping:
+            self._due.discard(call_id)
 
     def due(self) -> None:
         """What was forgotten up to this step goes with the next `sweep`; on the loop, once for each snapshot."""
         self._n_cuts += 1
-        self._due |= self._forgotten
+        with self._sweeping:
+            self._due |= self._forgotten
         self._forgotten = set()
 
     def published(self) -> None:
         """The snapshot of the last `due` was published. In the coordinator's thread, before the next one begins."""
         self._n_said = self._n_cuts
+        with self._sweeping:
+            self._due.clear()  # all that was stored of them had arrived; the rest never will
 
     @property
     def next_cut(self) -> int:
@@ -104,13 +111,18 @@ class StoredCalls:
         return bool(self._forgotten) or self._n_said < self._n_cuts
 
     def sweep(self) -> None:
-        """Drop what is due and has arrived in the ledger. In the coordinator's thread, whose ledger it is."""
+        """Drop what is due. In the coordinator's thread, whose ledger it is, once all that was cut has arrived in it.
+
+        What was captured and not yet stored when it was forgotten arrives with this very snapshot, which is to be
+        without it.
+        """
         assert self._opened is not None
-        found = [call_id for call_id in self._due if self._ledger.get(call_id) is not None]
-        with self._opened.publication.lock:
-            for call_id in found:
-                self._ledger.drop(call_id)
-        self._due.difference_update(found)
+        with self._sweeping:
+            found = [call_id for call_id in self._due if self._ledger.get(call_id) is not None]
+            with self._opened.publication.lock:
+                for call_id in found:
+                    self._ledger.drop(call_id)
+            self._due.difference_update(found)
 
     def admitted(self) -> None:
         """From here on the ledger is the coordinator's."""
