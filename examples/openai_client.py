@@ -35,6 +35,10 @@ class Diverged(Exception):
     """The server's second telling of a message is not the first one."""
 
 
+class Unfinished(Exception):
+    """The server ends the message's streams in good order, again and again, before the message has its end."""
+
+
 class _Seen:
     """What of a message the caller has: text and lists by where in the message they are."""
 
@@ -73,7 +77,8 @@ def stream_whole(
     Args:
         create: `client.chat.completions.create` or `client.completions.create` of the official client.
         attempt: a name for this message that no other one has, the same in every process that asks for it.
-        patience_s: how long the server may be away before what it raises is raised.
+        patience_s: how long nothing new may come before what the server raises is raised; Unfinished if it raises
+            nothing.
         request: as for `create`, without `stream`.
     """
     seen, lost_at, wait_s = _Seen(), time.monotonic(), 0.1
@@ -83,11 +88,13 @@ def stream_whole(
         seen.again()
         try:
             for chunk in create(**request, stream=True, extra_headers=headers):
-                lost_at, wait_s = time.monotonic(), 0.1
                 if _has_news(chunk, seen, finished):
+                    lost_at, wait_s = time.monotonic(), 0.1
                     yield chunk
             if len(finished) >= n_choices:
                 return
+            if time.monotonic() - lost_at > patience_s:
+                raise Unfinished(f"{attempt}: {len(finished)} of {n_choices} choices have ended, and nothing new comes")
         except openai.APIError as error:
             if not _is_broken(error) or time.monotonic() - lost_at > patience_s:
                 raise

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples import openai_client
-from examples.openai_client import HEADER, Diverged, stream_whole
+from examples.openai_client import HEADER, Diverged, Unfinished, stream_whole
 
 BROKEN = httpx.RemoteProtocolError("peer closed connection")
 
@@ -120,6 +120,16 @@ def test_a_stream_that_ends_without_its_last_chunk_is_asked_for_again() -> None:
     asked: list[int] = []
     assert text_of(stream_whole(create, "a", n=2)) == "xy"
     assert asked == [2, 2]
+
+
+def test_patience_ends_also_with_streams_that_end_in_good_order() -> None:
+    def create(**request: Any) -> Iterator[Any]:
+        yield chunk(content="and then")
+
+    chunks = stream_whole(create, "a", patience_s=5)
+    assert next(chunks).choices[0].delta.content == "and then"
+    with pytest.raises(Unfinished, match="0 of 1"):
+        list(chunks)
 
 
 def test_patience_ends() -> None:
