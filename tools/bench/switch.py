@@ -22,8 +22,10 @@ class Switch:
 
     def switch_parts(self, on: bool) -> int:
         """Only between requests. How many processors run from now on."""
-        batch = self.model_runner.input_batch
-        running = batch.logitsprocs
+        batch: Any = getattr(self.model_runner, "input_batch", None)
+        running = getattr(batch, "logitsprocs", None)
+        if running is None:  # a V2 runner: none of this kind, and none of ours
+            return 0
         if not hasattr(self, "_whole"):
             self._whole = [list(running.argmax_invariant), list(running.non_argmax_invariant)]
         kept = [[one for one in whole if on or not type(one).__module__.startswith(OURS)] for whole in self._whole]
