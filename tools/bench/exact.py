@@ -53,11 +53,11 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Way `over` over way `under`; `control`: two ways that are the same, for the ratios that carry its name."""
+    """Way `over` over the mean of `under`; `control`: the ratio, by name, of two ways that are the same."""
 
     name: str
     over: int
-    under: int
+    under: tuple[int, ...]
     control: str = ""
 
 
@@ -70,7 +70,7 @@ class Group:
     ratios: tuple[Ratio, ...]
     model: str = "tiny"
     tokens: int = 32
-    rounds: int = 20
+    rounds: int = 12
 
 
 _SPLIT_ON = {SPLIT: "1"}
@@ -81,34 +81,34 @@ _IN_AND_OUT = tuple(Way(parts=on) for on in (True, False, False))
 
 def _parts(model: str) -> tuple[Ratio, ...]:
     control = f"its parts out / out, same engine, {model} model"
-    return Ratio(f"its parts in / out, same engine, {model} model", 0, 1, control), Ratio(control, 2, 1)
+    return Ratio(f"its parts in / out, same engine, {model} model", 0, (1, 2), control), Ratio(control, 2, (1,))
 
 
 GROUPS = {
-    "parts": Group((Side(),), _IN_AND_OUT, _parts("tiny"), rounds=60),
-    "parts-real": Group((_REAL,), _IN_AND_OUT, _parts("real"), model="real", tokens=12, rounds=12),
+    "parts": Group((Side(),), _IN_AND_OUT, _parts("tiny"), rounds=90),
+    "parts-real": Group((_REAL,), _IN_AND_OUT, _parts("real"), model="real", tokens=12),
     "engines": Group(
         (Side(), _BARE, _BARE, Side(environment=_SPLIT_ON)),
         (*(Way(number) for number in range(4)), Way(0, drawn=True)),
         (
-            Ratio("plug-in that nothing uses / no plug-in", 0, 1, "no plug-in / no plug-in"),
-            Ratio("no plug-in / no plug-in", 2, 1),
-            Ratio("drawn by position / by the engine", 4, 1),
-            Ratio("split KV off / on, float32", 0, 3),
+            Ratio("plug-in that nothing uses / no plug-in", 0, (1, 2), "no plug-in / no plug-in"),
+            Ratio("no plug-in / no plug-in", 2, (1,)),
+            Ratio("drawn by position / by the engine", 4, (1, 2)),
+            Ratio("split KV off / on, float32", 0, (3,)),
         ),
-        rounds=25,
+        rounds=15,
     ),
     "bfloat16": Group(
         (Side(dtype="bfloat16"), Side(dtype="bfloat16", environment=_SPLIT_ON)),
         (Way(0), Way(1)),
-        (Ratio("split KV off / on, bfloat16", 0, 1),),
+        (Ratio("split KV off / on, bfloat16", 0, (1,)),),
     ),
 }
 ON_A_GPU = {
     "invariance": Group(
         tuple(Side(environment={"VLLM_BATCH_INVARIANT": on}) for on in ("1", "0")),
         (Way(0), Way(1)),
-        (Ratio("batch invariance on / off", 0, 1),),
+        (Ratio("batch invariance on / off", 0, (1,)),),
     )
 }
 ABOUT = "cost of the settings that make an engine bit-exact, and of the plug-in"
@@ -133,21 +133,25 @@ def run(report: Report, parts: tuple[str, ...], folder: Path | None) -> None:
     rows = []
     for key, group in here.items():
         if key in parts:
-            rows += _compared(report, group, folder, rng)
+            rows += _compared(report, key, group, folder, rng)
     report.table(("", "wall seconds", "the engine's processor seconds", "rounds", "same tokens"), rows)
     if is_cpu_build():
         report.note("batch invariance (VLLM_BATCH_INVARIANT=1): not measured, it needs a GPU")
 
 
-def _compared(report: Report, group: Group, folder: Path | None, rng: np.random.Generator) -> list[tuple[object, ...]]:
+def _compared(
+    report: Report, key: str, group: Group, folder: Path | None, rng: np.random.Generator
+) -> list[tuple[object, ...]]:
     rounds = 2 if report.quick else report.rounds or group.rounds
     measured, sums, running = _measured(group, rounds, 8 if report.quick else group.tokens, folder, rng)
+    report.figure("by way and round", key, {what: values.tolist() for what, values in measured.items()})
     found: dict[str, dict[str, Interval]] = {}
     rows: list[tuple[object, ...]] = []
     for ratio in group.ratios:
-        of = {what: Interval.of(values[ratio.over] / values[ratio.under], rng) for what, values in measured.items()}
-        same = sums[ratio.over] == sums[ratio.under]
-        told = {"same_tokens": same, "logits_processors": [running[ratio.over], running[ratio.under]]}
+        under = list(ratio.under)
+        of = {what: Interval.of(each[ratio.over] / each[under].mean(axis=0), rng) for what, each in measured.items()}
+        same = all(sums[ratio.over] == sums[at] for at in under)
+        told = {"same_tokens": same, "logits_processors": [running[at] for at in (ratio.over, *under)]}
         report.figure("exact", ratio.name, {**{what: one.as_json() for what, one in of.items()}, **told})
         rows.append((ratio.name, *(one.text() for one in of.values()), rounds, "yes" if same else "no"))
         found[ratio.name] = of
