@@ -105,6 +105,35 @@ def test_b9_params_and_prompt_objects_are_unchanged(engine: Any, on_loop: OnLoop
     on_loop(scenario())
 
 
+def test_what_is_asked_for_is_plain_or_refused_by_name_and_costs_no_call(
+    engine: Any, on_loop: OnLoop[Any], tmp_path: Path
+) -> None:
+    plain = greedy(6, logit_bias={5: 1.5})
+    same = greedy(6, logit_bias={np.int64(5): np.float32(1.5)})
+    wrong = [
+        (greedy(6, extra_args={"a": {"b": [float("nan")]}}), PROMPT, "sampling.extra_args.a.b.0 is nan"),
+        (greedy(6, extra_args={"a": b"x"}), PROMPT, "sampling.extra_args.a is bytes"),
+        (greedy(6, stop=["\ud800"]), PROMPT, "sampling.stop.0 is .*surrogate"),
+        (plain, [1, 2.5], "prompt_token_ids.1 is 2.5"),
+        (plain, "a\ud800", "prompt is .*surrogate"),
+    ]
+
+    async def scenario() -> None:
+        async with capturing(engine, tmp_path) as (wrapped, session):
+            await abort_after(wrapped, PROMPT, greedy(6, "DELTA", logit_bias={5: 1.5}), "r", 2)
+            for params, prompt, why in wrong:
+                with pytest.raises(InputError, match=why):
+                    await ask(wrapped, prompt, params, "r")
+            got, n_captured = await ask(wrapped, PROMPT, same, "r"), session.counters.tokens_captured
+            assert_same(got, await ask(engine, PROMPT, plain, "bare"))
+            assert n_captured == 6 and type(same.logit_bias[5]) is np.float32
+        with pytest.raises(InputError, match="rollout"):
+            async with capturing(engine, tmp_path) as (wrapped, _):
+                await ask(wrapped, PROMPT, plain, "r\ud800")
+
+    on_loop(scenario())
+
+
 def test_text_prompts_and_engine_arguments(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
     """Text, text with arguments of its rendering, and a dict with text: the ids are those of the bare engine."""
     cases: list[tuple[Any, dict[str, Any]]] = [

@@ -136,6 +136,7 @@ class RecoverableEngine:
         session = self._session
         adapter = await self._adapters.extra_of(arguments.get("lora_request"))
         request = self._request(request_id, ids, params, arguments, adapter, digest)
+        params = surface.native(params)
         if position is not None:
             request = position.request(request)
         session.unresumable.admit(request)

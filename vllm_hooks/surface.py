@@ -12,11 +12,13 @@ Invariants:
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from recovery.asked import plain, prompt_ids
 from recovery.errors import InputError
@@ -54,6 +56,32 @@ def sampling_fields(params: Any) -> dict[str, Any]:
         raise InputError(f"sampling.temperature is {temperature!r:.80}", hint="give it a number, 0 or above")
     found["temperature"] = float(temperature)
     return found
+
+
+def native(params: Any) -> Any:
+    """The same with Python's own numbers for numpy's, which do not get as far as the engine; itself if it has none."""
+    clone = params
+    for name in params.__struct_fields__:
+        given = getattr(params, name)
+        if (value := _native(given)) is not given:
+            clone = copy.copy(params) if clone is params else clone
+            setattr(clone, name, value)
+    return clone
+
+
+def _native(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if not value or not isinstance(value, list | tuple | set | dict):
+        return value
+    items = [*value, *value.values()] if isinstance(value, dict) else list(value)
+    made = [_native(item) for item in items]
+    if all(one is other for one, other in zip(items, made, strict=True)):
+        return value
+    n = len(value)
+    return dict(zip(made[:n], made[n:], strict=True)) if isinstance(value, dict) else type(value)(made)
 
 
 def sampling_params(fields: Mapping[str, Any]) -> Any:
