@@ -17,7 +17,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
@@ -32,12 +31,11 @@ from vllm_hooks.ray_workers.actors import Answer, EngineWorker, News
 from vllm_hooks.ray_workers.answers import answer
 from vllm_hooks.ray_workers.link import LOOK_S, CoordinatorLink, Say
 from vllm_hooks.ray_workers.messages import Gone, NotAMember, Refused, Superseded, WorkerId
-from vllm_hooks.ray_workers.ray_here import worker_options
+from vllm_hooks.ray_workers.ray_here import restarts_of, worker_options
 from vllm_hooks.ray_workers.recoveries import OfOne, Recoveries, Recovery, line_of, meanwhile
 
-STARTS_MAX, START_S = 5, 5.0
-"""A worker that ends so often before it is ready is given up. No start takes less than START_S: what is heard sooner is
-of the same death."""
+STARTS_MAX = 5
+"""A worker that ends so often before it is ready is given up."""
 
 SILENT_S = 60.0
 """A worker that says nothing for so long is taken for lost."""
@@ -193,7 +191,7 @@ class Workers:
 
     async def _keep(self, slot: Slot) -> None:
         """Bring a slot's worker in, and again whenever it had to be started anew."""
-        starts, heard_s = 0, -math.inf
+        before, told = 0, 0  # restarts that are accounted for: one of a worker that was ready is none of these
         while not slot.leaving:
             try:
                 worker: WorkerId = await answer(slot.handle.follow.remote(self._link.handle, self._link.number))
@@ -201,16 +199,16 @@ class Workers:
                 if "creation task" in str(error):
                     await self._unstarted(slot, _unstarted(error))
                     return
-                if time.monotonic() - heard_s >= START_S:
-                    starts, heard_s = starts + 1, time.monotonic()
-                    if starts > 1:  # the first may be what it died of when it was ready
-                        self._say(f"{slot.name} ended before it was ready ({error.why}); Ray starts it again")
-                if starts == STARTS_MAX:
+                ended = await asyncio.to_thread(restarts_of, slot.handle) - before
+                if ended > told:
+                    told = ended
+                    self._say(f"{slot.name} ended before it was ready ({error.why}); Ray starts it again")
+                if ended >= STARTS_MAX:
                     await self._unstarted(slot, _never_ready(error))
                     return
                 await asyncio.sleep(LOOK_S)
                 continue
-            starts, heard_s = 0, -math.inf
+            before, told = await asyncio.to_thread(restarts_of, slot.handle) + 1, 0
             self._say(f"worker {worker} is ready")
             async with self._changed:
                 slot.worker = worker

@@ -59,6 +59,16 @@ def connected(config: RayConfig, workers: int, folder: Path, more_cpus: int = 0)
         ray.shutdown()
 
 
+def restarts_of(handle: Any) -> int:
+    """How often Ray has begun to start an actor again. Blocks.
+
+    Only the table of actors says it: a call to an actor that is being started again fails at once, and so does not tell
+    one death from a slow start. (Ray's public way to that table needs its dashboard.)
+    """
+    found: dict[str, Any] = ray._private.state.actors(handle._actor_id.hex())
+    return int(found.get("NumRestarts", 0))
+
+
 def worker_options(config: RayConfig) -> dict[str, Any]:
     """Of an actor with an engine."""
     options: dict[str, Any] = {
