@@ -85,7 +85,7 @@ def _parts(model: str) -> tuple[Ratio, ...]:
 
 
 GROUPS = {
-    "parts": Group((Side(),), _IN_AND_OUT, _parts("tiny"), rounds=90),
+    "parts": Group((Side(),), _IN_AND_OUT, _parts("tiny"), rounds=75),
     "parts-real": Group((_REAL,), _IN_AND_OUT, _parts("real"), model="real", tokens=12),
     "engines": Group(
         (Side(), _BARE, _BARE, Side(environment=_SPLIT_ON)),
