@@ -158,6 +158,8 @@ def test_of_the_processes_of_one_launcher_the_first_captures(tmp_path: Path, mon
             async def opened(*_: Any, **__: Any) -> Any:
                 return one.session
 
+            said: list[str] = []
+            monkeypatch.setattr(server_plugin._log, "info", lambda form, *values: said.append(form % values))
             monkeypatch.setattr(server_plugin, "open_session", opened)
             monkeypatch.setattr(server_plugin, "RecoverableEngine", lambda *_, **__: one.captured)
             second, make_second = await plugged_in(1)
@@ -171,6 +173,7 @@ def test_of_the_processes_of_one_launcher_the_first_captures(tmp_path: Path, mon
             assert (await Client(second_layer, ASK, x_attempt_id="a").answer()).tokens == list(range(6))
             assert first.attempts.describe("a")["state"] == "ended"
             assert not hasattr(second, "session")
+            assert len(said) == 2 and said[0].startswith(str(tmp_path / "store")) and "nothing to continue" in said[1]
             await first.stop()
 
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import logging
 import shlex
 from collections.abc import Mapping
 from os import environ
@@ -35,6 +36,9 @@ CONFIG = "PREFIX_RECOVERY_CONFIG"
 """Path of a YAML file with the block `rollout_checkpointing`."""
 SET = "PREFIX_RECOVERY_SET"
 """Overrides, `a.b=c`, quoted and separated as a shell does."""
+
+_log = logging.getLogger("vllm.prefix_recovery")
+"""Below vLLM's own: it goes where the server's lines go."""
 
 _CAPTURING = ("openai_serving_chat", "openai_serving_completion")
 
@@ -88,7 +92,9 @@ class RecoveryEndpoints:
             socket_path()  # raises here, and not when the first request comes
         if not self._captures:
             return
+        _log.info("%s: self-test of the engine, restore", self._config.store)
         self.session = await open_session(engine_client, self._config, must=fields_of(args))
+        _log.info("%s", _opened(self.session))
         self.attempts = Attempts(self.session)
         self._end = Stopping(engine_client, self.session, self.attempts.end_all, self._config.grace_s)
         captured = RecoverableEngine(engine_client, self.session, replays=True)
@@ -117,6 +123,19 @@ class RecoveryEndpoints:
             self._relay.close()
         if self._end is not None:
             await self._end.finish()
+
+
+def _opened(session: RecoverySession) -> str:
+    """What the start found, in a line for who reads the server's log."""
+    restored, grade = session.opened.restored if session.opened is not None else None, session.parity.grade
+    if restored is None or (restored.snapshot is None and not restored.adopted_segments):
+        return f"a store with nothing to continue from; resumes will be graded `{grade}`"
+    n_calls, n_tokens = session.counters.calls_restored, session.counters.tokens_reused
+    return (
+        f"continuing from snapshot {restored.snapshot or 'none'} and {restored.adopted_segments} later segments, as "
+        f"snapshot {restored.published}: {n_calls} unfinished calls, {n_tokens} tokens of them kept; resumes are "
+        f"graded `{grade}`"
+    )
 
 
 def fields_of(args: Any) -> dict[str, Any]:
