@@ -7,11 +7,16 @@ lives; the tests look at what came of it, and at what the same calls give in thi
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import math
 import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ import openai
 import pytest
 
 from examples.openai_client import HEADER
+from snapshot_inspect.cli import main as inspect
 from tests.conftest import OnLoop
 from tests.engine_runs import ask as ask_engine
 from tests.engine_runs import capturing, greedy, put_cut
@@ -39,6 +45,7 @@ from tests.server_clients import (
     in_arguments,
 )
 from tests.server_process import ServerProcess, many_processes, one_process, serving
+from vllm_hooks import server_claims as claims
 from vllm_hooks.capture import drain
 from vllm_hooks.siblings import sibling_ids, sibling_params
 
@@ -47,6 +54,13 @@ ADA, BOB = "key-of-ada", "key-of-bob"
 CAPTURED = ("sampled", "samples", "stopped", "prompts")
 """Compared with themselves under another attempt id: they are drawn by the plug-in, which needs one."""
 
+
+NOT_GENERATING = {
+    "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel", "/ping",
+    "/v1/chat/completions/render", "/v1/completions/render", "/v1/messages/render", "/v1/responses/render",
+    "/cohere/v2/chat/render", "/v1/chat/completions/derender", "/v1/completions/derender",
+    "/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply",
+}  # fmt: skip
 
 IN_PROCESS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "logprobs": 2},
@@ -96,6 +110,7 @@ def lives(tiny_model: Path) -> Iterator[Lives]:
                 made.carried_on[thread.name] = thread.whole(server)
                 made.known[thread.name] = server.get(f"/v1/recovery/attempts/{thread.name}", ADA)
             second_life(server, made)
+            told_to_end(server, folder, made)
         yield made
 
 
@@ -123,16 +138,22 @@ def a_client_that_leaves(server: ServerProcess, client: openai.OpenAI, made: Liv
 
 
 def two_connections(server: ServerProcess, client: openai.OpenAI, made: Lives) -> None:
-    """The engine stands still meanwhile: the first one cannot have ended before the second comes."""
-    before = captured(server)
-    stream = iter(create_of(client, CHAT)(**CHAT, stream=True, extra_headers={HEADER: "twice"}))
-    for _ in range(20):
-        next(stream)
+    """Both on a message that an earlier one had begun, and while the engine stands still: none of them can end."""
+    for attempt in (f"twice-{at}" for at in count()):
+        before = captured(server)
+        with create_of(client, CHAT)(**CHAT, stream=True, extra_headers={HEADER: attempt}) as stream:
+            for _, _chunk in zip(range(20), stream, strict=False):
+                pass
+        wait_until(lambda: server.get("/v1/recovery", ADA)["attempts_connected"] == 0, "the server sees that it left")
+        if server.get(f"/v1/recovery/attempts/{attempt}", ADA)["state"] == "interrupted":
+            break  # the engine had not ended it by then
     with standing_still(server):
-        second = Asking(client, CHAT, "twice", stream=True)
+        first = iter(create_of(client, CHAT)(**CHAT, stream=True, extra_headers={HEADER: attempt}))
+        next(first)
+        second = Asking(client, CHAT, attempt, stream=True)
         second.start()
         with pytest.raises(openai.APIError) as caught:
-            for _ in stream:
+            for _ in first:
                 pass
     made.notes["taken_over"] = caught.value.code
     made.notes["taking_over"] = second.whole(server)
@@ -152,7 +173,8 @@ class standing_still:
 
     def __exit__(self, *_: object) -> None:
         for pid in self._pids:
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # the server may have ended it
+                os.kill(pid, signal.SIGCONT)
 
 
 def refusals(client_of_ada: openai.OpenAI, server: ServerProcess, life: str) -> dict[str, Any]:
@@ -224,9 +246,42 @@ def second_life(server: ServerProcess, made: Lives) -> None:
         answer = http.delete("/v1/recovery/attempts/ended", headers={"Authorization": f"Bearer {ADA}"})
         made.notes["delete by ada"] = answer.status_code
         made.notes["without a key"] = http.get("/v1/recovery").status_code
+        made.notes["routes"] = http.get("/openapi.json").json()["paths"]
     patient = client_of(server, ADA, retries=50)  # it is refused until the store has let go of it
     made.notes["new"] = ask(patient, {**short, "temperature": 0.5}, "ended", stream=False).n_tokens
     made.notes["status"] = server.get("/v1/recovery", ADA)
+
+
+def told_to_end(server: ServerProcess, folder: Path, made: Lives) -> None:
+    """SIGTERM under two streams whose clients do not leave. One is not captured: vLLM waits for its client."""
+    client, long, message = client_of(server, ADA), {**CHAT, "max_tokens": 900}, Message()
+    other = iter(create_of(client, long)(**long, stream=True))
+    stream = iter(create_of(client, long)(**long, stream=True, extra_headers={HEADER: "told-to-end"}))
+    for _ in range(20):
+        message.take(next(stream))
+    next(other)
+    with standing_still(server):  # it will not end them in the meantime
+        os.kill(server.process.pid, signal.SIGTERM)
+        try:
+            for chunk in stream:
+                message.take(chunk)
+            made.notes["told to end"] = "ended"  # everything was on its way
+        except openai.APIError as error:
+            made.notes["told to end"] = error.code
+        try:
+            wait_until(lambda: stored(folder / "store", "told-to-end") >= message.n_tokens, "all of it is stored")
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{server.text[-6000:]}") from error
+    made.notes["tokens told"] = message.n_tokens
+
+
+def stored(store: Path, attempt: str) -> float:
+    """Tokens that the next life would begin with."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert inspect(["plan", str(store), "--json"]) == 0
+    calls = {call["rollout"]: call["n_tokens"] for call in json.loads(said.getvalue())["calls"]}
+    return calls.get(f"attempt-{attempt}-0", math.inf)  # what had ended is not listed
 
 
 @pytest.mark.parametrize("kind", sorted(set(REQUESTS) - {"unseeded"}))
@@ -354,6 +409,19 @@ def test_an_attempt_is_forgotten_by_its_owner_alone(lives: Lives) -> None:
     assert (lives.notes["delete by bob"], lives.notes["delete by ada"]) == (403, 200)
     assert lives.notes["new"] == 40
     assert lives.notes["without a key"] == 401
+
+
+def test_a_server_that_is_told_to_end_keeps_everything_whether_its_clients_leave_or_not(lives: Lives) -> None:
+    """Less than a flush is stored by a snapshot alone. The fixture has waited until it was."""
+    assert lives.notes["told to end"] in ("recovery_stopping", "ended")
+    assert lives.notes["tokens told"] > 0
+
+
+def test_every_route_of_the_server_that_generates_is_known(lives: Lives) -> None:
+    """A new one of vLLM is captured, named as not captured, or does not generate."""
+    posts = {path for path, methods in lives.notes["routes"].items() if "post" in methods}
+    assert posts >= set(claims.CAPTURED)
+    assert posts - {*claims.CAPTURED, *claims.GENERATING} <= NOT_GENERATING
 
 
 def test_what_the_server_says_of_itself(lives: Lives) -> None:
