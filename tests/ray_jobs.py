@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from tests.job_processes import JobProcess, name_of
 
 WAIT_S = 500.0
 """Five processes import vLLM at the start: on a machine with much else to do that takes minutes."""
+SIP_S = 0.05
 COORDINATOR, WORKER, ENGINE = "ray::Coordinato", "ray::EngineWor", "VLLM::Engine"
 
 
@@ -85,6 +87,36 @@ def standing(job: JobProcess) -> Iterator[None]:
         for one in stopped:
             if one.alive():
                 os.kill(one.pid, signal.SIGCONT)
+
+
+@contextmanager
+def sipping(job: JobProcess) -> Iterator[None]:
+    """The engines that there are decode in a quarter of the time: calls go on, and a long wait does not use them up.
+
+    A job whose last call ended ends as well, and its engines with it, whatever the test is waiting for.
+    """
+    sipped, over = list(engines(job).values()), threading.Event()
+
+    def signalled(number: signal.Signals) -> None:
+        for one in sipped:
+            with suppress(ProcessLookupError):
+                if one.alive():
+                    os.kill(one.pid, number)
+
+    def sip() -> None:
+        while not over.wait(SIP_S):
+            signalled(signal.SIGSTOP)
+            over.wait(3 * SIP_S)
+            signalled(signal.SIGCONT)
+
+    thread = threading.Thread(target=sip, name="sipping")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        signalled(signal.SIGCONT)
 
 
 def kill_everything(job: JobProcess) -> None:

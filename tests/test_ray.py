@@ -30,6 +30,7 @@ from tests.ray_jobs import (
     engines,
     kill,
     kill_everything,
+    sipping,
     standing,
     until,
     until_said,
@@ -57,8 +58,9 @@ def test_w1_c7_engine_actor_coordinator_and_everything_are_killed_and_no_token_d
 
         # The newest leaves, and all that it had goes on in the other.
         mark, before = len(job.text), engines(job)
-        assert main(["workers", str(config), "1"]) == 0
-        until_said(job, "it was asked to leave", "its 16 calls go on", after=mark)
+        with sipping(job):
+            assert main(["workers", str(config), "1"]) == 0
+            until_said(job, "it was asked to leave", "its 16 calls go on", after=mark)
         with standing(job):
             until(job, lambda: sum(one.alive() for pair in before.items() for one in pair) == 2, "it has ended")
         decoded_more(job, rng.randrange(10, 200))
@@ -81,7 +83,8 @@ def test_w1_c7_engine_actor_coordinator_and_everything_are_killed_and_no_token_d
 
         mark = len(job.text)
         kill(its_engine)
-        until_said(job, "its engine died", "calls go on", after=mark)
+        with sipping(job):
+            until_said(job, "its engine died", "calls go on", after=mark)
 
         mark, its_engine = len(job.text), engines(job)[second]
         kill(second)
