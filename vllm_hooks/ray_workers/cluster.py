@@ -191,7 +191,7 @@ class Workers:
 
     async def _keep(self, slot: Slot) -> None:
         """Bring a slot's worker in, and again whenever it had to be started anew."""
-        before, told = 0, 0  # restarts that are accounted for: one of a worker that was ready is none of these
+        before, told = 0, 0  # restarts that are accounted for
         while not slot.leaving:
             try:
                 worker: WorkerId = await answer(slot.handle.follow.remote(self._link.handle, self._link.number))
@@ -208,7 +208,8 @@ class Workers:
                     return
                 await asyncio.sleep(LOOK_S)
                 continue
-            before, told = await asyncio.to_thread(restarts_of, slot.handle) + 1, 0
+            # One that was ready ends once, and is ended once more to be sure (`_take_over`).
+            before, told = await asyncio.to_thread(restarts_of, slot.handle) + 2, 0
             self._say(f"worker {worker} is ready")
             async with self._changed:
                 slot.worker = worker
