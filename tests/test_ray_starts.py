@@ -108,6 +108,22 @@ def test_one_of_several_is_given_up_and_the_others_go_on(monkeypatch: pytest.Mon
     asyncio.run(play())
 
 
+def test_one_of_which_ray_says_nothing_while_it_ends_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call to a worker that was never up waits: what tells is how often it was started."""
+
+    async def play() -> None:
+        world = World(monkeypatch)
+        slot = world.slot(iter([(None, False)]))
+        monkeypatch.setattr(cluster, "STARTING_LOOK_S", 0.0)
+        starts = iter([0, 0, 0, 1, 1, 1, 2, 2, 3, 4, 4, 5])
+        monkeypatch.setattr(cluster, "restarts_of", lambda handle: next(starts))
+        with pytest.raises(ConfigError, match=f"started {STARTS_MAX} times"):
+            await world.workers._keep(slot)
+        assert len(world.said) == STARTS_MAX
+
+    asyncio.run(play())
+
+
 def test_a_start_that_takes_long_is_one_start_however_often_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray answers at once that it is not there, for as long as it takes."""
 

@@ -36,6 +36,8 @@ from vllm_hooks.ray_workers.recoveries import OfOne, Recoveries, Recovery, line_
 
 STARTS_MAX = 5
 """A worker that ends so often before it is ready is given up."""
+STARTING_LOOK_S = 5.0
+"""How often it is asked meanwhile whether it was started again."""
 
 SILENT_S = 60.0
 """A worker that says nothing for so long is taken for lost."""
@@ -191,25 +193,10 @@ class Workers:
 
     async def _keep(self, slot: Slot) -> None:
         """Bring a slot's worker in, and again whenever it had to be started anew."""
-        before, told = 0, 0  # restarts that are accounted for
-        while not slot.leaving:
-            try:
-                worker: WorkerId = await answer(slot.handle.follow.remote(self._link.handle, self._link.number))
-            except Gone as error:
-                if "creation task" in str(error):
-                    await self._unstarted(slot, _unstarted(error))
-                    return
-                ended = await asyncio.to_thread(restarts_of, slot.handle) - before
-                if ended > told:
-                    told = ended
-                    self._say(f"{slot.name} ended before it was ready ({error.why}); Ray starts it again")
-                if ended >= STARTS_MAX:
-                    await self._unstarted(slot, _never_ready(error))
-                    return
-                await asyncio.sleep(LOOK_S)
-                continue
+        before = 0  # restarts that are accounted for
+        while (worker := await self._started(slot, before)) is not None:
             # One that was ready ends once, and is ended once more to be sure (`_take_over`).
-            before, told = await asyncio.to_thread(restarts_of, slot.handle) + 2, 0
+            before = await asyncio.to_thread(restarts_of, slot.handle) + 2
             self._say(f"worker {worker} is ready")
             async with self._changed:
                 slot.worker = worker
@@ -217,6 +204,34 @@ class Workers:
             await self._look(slot)
             if slot.gone is not None:
                 await slot.gone
+
+    async def _started(self, slot: Slot, before: int) -> WorkerId | None:
+        """Wait until its worker is up. None: it leaves, or it was given up."""
+        told, asked = 0, None
+        while not slot.leaving:
+            asked = asked or slot.handle.follow.remote(self._link.handle, self._link.number)
+            gone = None
+            try:
+                worker: WorkerId = await answer(asked, STARTING_LOOK_S)
+                return worker
+            except TimeoutError:
+                pass  # of a worker that was never up Ray says nothing, however often it ends
+            except Gone as error:
+                if "creation task" in str(error):
+                    await self._unstarted(slot, _unstarted(error))
+                    return None
+                gone, asked = error, None
+            ended = await asyncio.to_thread(restarts_of, slot.handle) - before
+            why = Gone("") if gone is None else gone
+            if ended > told:
+                told = ended
+                self._say(f"{slot.name} ended before it was ready ({why.why}); Ray starts it again")
+            if ended >= STARTS_MAX:
+                await self._unstarted(slot, _never_ready(why))
+                return None
+            if gone is not None:
+                await asyncio.sleep(LOOK_S)
+        return None
 
     async def _look(self, slot: Slot) -> None:
         """Until the worker is gone."""
