@@ -1,8 +1,9 @@
 """Kills of the OpenAI server at random moments, under clients that want whole messages: a part of tests/soak.py.
 
 A few clients ask all the time, each for one message after the other, of random kinds. The server is killed with SIGKILL
-at a random moment of its life, which hits its start too, and started again. Every message is compared with that of a
-server that nobody killed, except those drawn without a seed, which their clients compare with what they had.
+at a random moment of its life, which hits its start too, and started again; some of the time a supervisor sends SIGTERM
+first. Every message is compared with that of a server that nobody killed, except those drawn without a seed, which
+their clients compare with what they had.
 
 Owns: when a kill comes, what is asked for, the figures.
 Does not know: how a server is started, what a client does while it is away.
@@ -10,7 +11,10 @@ Does not know: how a server is started, what a client does while it is away.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +28,8 @@ from tests.server_process import ServerProcess, many_processes, one_process, ser
 
 CLIENTS = 5
 FLUSH = 64
+TERM = 0.4
+"""Of the kills that do not hit a start."""
 KEY = "soak"
 
 
@@ -33,6 +39,7 @@ class Figures:
 
     kills: int = 0
     kills_at_start: int = 0
+    terms: int = 0
     messages: int = 0
     carried_on: int = 0
     again_most: int = 0
@@ -129,6 +136,11 @@ def kill_servers(folder: Path, seed: int, kills: int, deadline: float | None) ->
                     clients.top_up()
                     time.sleep(0.02)
                 clients.note_seen()
+                if rng.random() < TERM:
+                    os.kill(server.process.pid, signal.SIGTERM)
+                    figures.terms += 1
+                    with suppress(subprocess.TimeoutExpired):
+                        server.process.wait(rng.uniform(0.0, 10.0))
             server.kill()
             figures.kills += 1
     for problem in figures.problems:
