@@ -23,7 +23,7 @@ from rich.console import Console
 from bench.plot import plot
 from bench.report import Report
 
-ROUNDS = {"capture": 4}
+ROUNDS = {"capture": 3}
 """Fewer than the verb's own, so that all of it takes at most three quarters of an hour."""
 
 PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
