@@ -1,4 +1,4 @@
-"""The built site needs no network: no page, style sheet or picture of it makes a browser load anything from elsewhere.
+"""The built site needs no network: no page or style sheet names a script, style, font, frame or picture elsewhere.
 
 Owns: what makes a browser load something, and the end of a build that has such a thing.
 Does not know: which theme is used, how the site is built. A link that a reader may follow is none of it.

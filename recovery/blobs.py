@@ -46,23 +46,23 @@ def unpacked(state: bytes, name: str) -> bytes:
 BEGIN_ANEW = "let it begin without a state, from its first call: what ended comes from the store again"
 
 
-def object_of(state: bytes, who: str) -> dict[str, Any]:
+def object_of(state: bytes, who: str, hint: str = BEGIN_ANEW) -> dict[str, Any]:
     """The JSON object that somebody's state is, of a schema that this version reads. Raises as `check_schema`."""
     try:
         found = json.loads(state)
     except (ValueError, TypeError, RecursionError) as error:
-        raise Damaged(f"the state of {who} is no JSON: {error!r:.200}", hint=BEGIN_ANEW) from error
-    check_schema(found, who)
+        raise Damaged(f"the state of {who} is no JSON: {error!r:.200}", hint=hint) from error
+    check_schema(found, who, hint)
     assert isinstance(found, dict)
     return found
 
 
-def check_schema(state: object, who: str) -> None:
+def check_schema(state: object, who: str, hint: str = BEGIN_ANEW) -> None:
     """Raise Damaged for what is no object with a schema, FormatNotUnderstood for another schema."""
     if not isinstance(state, Mapping) or type(schema := state.get("schema")) is not int:
-        raise Damaged(f"the state of {who} is no object with a `schema`: {state!r:.80}", hint=BEGIN_ANEW)
+        raise Damaged(f"the state of {who} is no object with a `schema`: {state!r:.80}", hint=hint)
     if schema != SCHEMA:
         raise FormatNotUnderstood(
             f"the state of {who} has schema {schema}; this version reads {SCHEMA}",
-            hint=f"go on with the version that wrote it, or {BEGIN_ANEW}",
+            hint=f"go on with the version that wrote it, or {hint}",
         )

@@ -84,6 +84,8 @@ class Publication:
         self._states: dict[str, ObjectRef] = {}
         self._chain: list[str] = []
         self._reached: set[str] = set()
+        self._strays: list[str] = []
+        """Stored segments that no published snapshot ever had, nor will: all that they hold came too late."""
 
     @classmethod
     def on_top_of(
@@ -145,6 +147,7 @@ class Publication:
         wrong: list[RecoveryError] = []
         for staged in fresh:
             if not self.ledger.knows_segment(staged.info.key):
+                self._strays.append(staged.info.key)
                 continue
             try:
                 self._check_segment(staged)
@@ -236,7 +239,8 @@ class Publication:
         self.ledger.published()
         reached = self.ledger.segments_in_use() | {ref.key for ref in draft.states.values()}
         dropped = self._reached - reached
-        self._reached = reached
+        dropped.update(key for key in self._strays if not self.ledger.knows_segment(key))
+        self._reached, self._strays = reached, []
         self._chain.append(draft.ledger.ref.key)
         needed = draft.ledger.depth + 1
         dropped.update(self._chain[:-needed])

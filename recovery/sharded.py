@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable
 from typing import Protocol
 
-from recovery.blobs import object_of
+from recovery.blobs import SCHEMA, object_of
 from recovery.codec import canonical_json
 from recovery.errors import Damaged, InputError, SnapshotAbandoned
 from recovery.shards import Missing, Receipt, Shards
@@ -85,7 +85,7 @@ class Sharded:
             assert not isinstance(merged, Missing)
             self._merged = merged
             states = {name: base64.b64encode(one.state).decode("ascii") for name, one in merged.items()}
-            return canonical_json({"schema": 1, "epochs": self._shards.epochs, "states": states})
+            return canonical_json({"schema": SCHEMA, "epochs": self._shards.epochs, "states": states})
 
     def _ask(self, cut: int, missing: Missing) -> None:
         for shard, epoch in missing.shards.items():
@@ -138,8 +138,11 @@ class Sharded:
             raise errors[0]
 
     def restore(self, state: bytes, rewound: bool) -> None:
-        """Raises InputError for a state of other shards, Damaged for what is none; nothing is changed then."""
-        found = object_of(state, self.name)
+        """Raises InputError for a state of other shards, Damaged for what is none, FormatNotUnderstood for a newer one.
+
+        Nothing is changed then.
+        """
+        found = object_of(state, self.name, _OWN)
         try:
             states = {name: base64.b64decode(text, validate=True) for name, text in found["states"].items()}
             epochs = {name: found["epochs"][name] for name in states}

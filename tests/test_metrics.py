@@ -261,7 +261,9 @@ def test_a_server_tells_its_port_and_ends(session: RecoverySession) -> None:
         before = urllib.request.urlopen(server.url, timeout=240).read().decode()
         assert "prefix_recovery_results 3.0" in before and "prefix_recovery_epoch" not in before
         server.watch(session)
-        assert "prefix_recovery_epoch 1.0" in urllib.request.urlopen(server.url, timeout=240).read().decode()
+        server.watch(session)  # in its own place
+        served = urllib.request.urlopen(server.url, timeout=240).read().decode()
+        assert "prefix_recovery_epoch 1.0" in served and served.count("# TYPE prefix_recovery_epoch ") == 1
         port = server.url.split(":")[2].split("/")[0]
         with pytest.raises(ConfigError, match=f"cannot be served at 127.0.0.1:{port}"):
             MetricsServer(port, lambda: (0, 0))

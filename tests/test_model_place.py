@@ -109,6 +109,15 @@ def test_a_hub_that_does_not_answer_is_told_by_every_verb_at_once(
     assert hub.asked == []
 
 
+@pytest.mark.parametrize("endpoint", ["http://hub:abc", "http://hub:99999999", "hub", "http://[::1"])
+def test_an_endpoint_that_is_none_is_said(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(ConfigError, match="no model folder"):
+        check_model(NAME, tmp_path)
+
+
 def test_with_a_store_each_verb_asks_once(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_job(tmp_path, Path(NAME), ['{"id": "a", "prompt": "hello"}'])
     (tmp_path / "store").mkdir()

@@ -17,8 +17,9 @@ from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, Work
 from recovery.config import RayConfig
 from recovery.errors import ConfigError
 from vllm_hooks.ray_workers import cluster
-from vllm_hooks.ray_workers.answers import answer
+from vllm_hooks.ray_workers.answers import RemoteParticipants, answer
 from vllm_hooks.ray_workers.cluster import STARTS_MAX, Slot, Workers
+from vllm_hooks.ray_workers.link import CoordinatorLink
 from vllm_hooks.ray_workers.messages import Gone
 
 
@@ -48,6 +49,35 @@ def test_whatever_ends_a_process_arrives_as_gone(error: Exception, why: str) -> 
     with pytest.raises(Gone) as caught:
         asyncio.run(answer(ref(error)))
     assert why in caught.value.why and "\n" not in caught.value.why
+
+
+def test_a_participant_that_joins_again_has_the_time_that_it_says_now() -> None:
+    handle, found = SimpleNamespace(), RemoteParticipants()
+    first = found.of("notes", "actor", 1.0)
+    assert found.of("notes", "actor", 60.0) is first and first.timeout_s == 60.0
+    assert found.of("notes", handle.__class__, 5.0) is not first and first.timeout_s == 60.0
+
+
+def test_one_that_is_in_the_job_and_joins_again_is_not_handed_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first ask may reach a coordinator that has just taken another's place, and does not know of it yet."""
+    link, asked = CoordinatorLink.__new__(CoordinatorLink), list[tuple[Any, ...]]()
+    link._participants, link.silent_s = {}, 1.0
+
+    async def ask(method: str, *arguments: Any, timeout_s: float | None = None) -> None:
+        asked.append((method, *arguments))
+
+    monkeypatch.setattr(link, "ask", ask)
+    for actor in ("actor", "actor", "another"):
+        asyncio.run(link.join("notes", actor, 2.0))
+    running = [(actor, was) for _, _, actor, _, was in asked]
+    assert running == [
+        ("actor", False),
+        ("actor", True),
+        ("actor", True),
+        ("actor", True),
+        ("another", False),
+        ("another", True),
+    ]
 
 
 class World:

@@ -450,6 +450,36 @@ async def test_a_forgotten_attempt_is_nobodys_while_the_store_has_it(tmp_path: P
 
 
 @on_loop
+async def test_of_an_attempt_that_no_snapshot_had_the_store_keeps_nothing(tmp_path: Path) -> None:
+    """What was captured of it is stored with the snapshot that forgets it: those segments are garbage like others."""
+    async with served(tmp_path / "s", keep_latest_k=1) as one:
+
+        async def published(cause: str) -> None:
+            n = one.session.counters.snapshots
+            one.session.want_snapshot(cause)
+            while one.session.counters.snapshots == n:
+                await asyncio.sleep(0.001)
+
+        def segments() -> set[str]:
+            assert one.session.opened is not None
+            return {item.key for item in one.session.opened.store.list("seg/")}
+
+        one.captured.allow(100)
+        await Client(one.app, ASK, x_attempt_id="young").answer()
+        assert one.attempts.forget("young")
+        await published("test")
+        young = segments()
+        assert young and one.session.stored.entries() == []
+        for n in range(8):
+            await Client(one.app, ASK, x_attempt_id=f"old-{n}").answer()
+            await published("test")
+            if not young & segments():
+                break
+        assert not young & segments()
+        assert len(one.session.stored.entries()) == n + 1
+
+
+@on_loop
 async def test_a_server_that_may_not_store_says_so_and_serves_the_others(tmp_path: Path) -> None:
     async with served(tmp_path / "s") as one:
         one.session.fail(Fenced("another server has taken the store over"))

@@ -47,6 +47,40 @@ async def test_an_open_stream_is_ended_and_what_it_has_is_kept(tmp_path: Path) -
 
 
 @on_loop
+async def test_an_engine_that_is_ended_on_purpose_has_not_died(tmp_path: Path) -> None:
+    """vLLM's streams then end with what they end with when it dies: the last snapshot is taken all the same."""
+    async with served(tmp_path / "s") as one:
+        client = await three_tokens(one)
+        one.end.begin()
+        while not one.session.counters.snapshots:
+            await asyncio.sleep(0.001)
+        one.captured.allow(1)
+        await client.until(lambda: len(client.tokens) == 4)
+        one.session.engine_died(RuntimeError("its process is gone"))
+        one.bare.errored = True
+        await one.end._end
+        assert one.session.counters.snapshots == 2 and one.session.dead_engine is None
+        (entry,) = one.session.stored.entries()
+        assert entry.n_tokens == 4
+
+
+@on_loop
+async def test_an_end_that_fails_is_told_of(tmp_path: Path) -> None:
+    async with served(tmp_path / "s") as one:
+
+        async def broken() -> None:
+            raise ValueError("no such connection")
+
+        end = Stopping(one.bare, one.session, broken, grace_s=60)
+        end.begin()
+        one.bare.errored = True
+        while one.session.failure is None:
+            await asyncio.sleep(0.001)
+        assert "no such connection" in str(one.session.failure)
+        one.session.failure = None  # so that it can be closed
+
+
+@on_loop
 async def test_while_the_engine_goes_on_its_streams_do(tmp_path: Path) -> None:
     """`--shutdown-timeout`: what is captured is stored at the signal, and what comes later at the end."""
     async with served(tmp_path / "s") as one:

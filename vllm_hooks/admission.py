@@ -56,7 +56,8 @@ class Admission:
                 if live
                 else bring_back(self._table, known, transcripts[call_id], keep=True)
             )
-        return self._table.open(request, call_id, 0)
+        # One that was forgotten and is asked for again may be open in the ledger still: this is another attempt at it.
+        return self._table.open(request, call_id, 0 if known is None else known.attempt + 1)
 
     @property
     def restored(self) -> Iterable[RestoredCall]:

@@ -139,7 +139,6 @@ class RecoverableEngine:
         params = surface.native(params)
         if position is not None:
             request = position.request(request)
-        session.unresumable.admit(request)
         call = await session.admit(request, self._stop, placed=position is not None)
         if position is not None:
             position.call = call

@@ -82,6 +82,8 @@ class Capturing:
         self.table = CallTable()
         self.failure: RecoveryError | None = None
         self.dead_engine: BaseException | None = None
+        self.engine_may_end = False
+        """Whoever owns the engine is ending it: that is no death, and the last snapshot is taken after it."""
         self._deliveries = Deliveries(keeps=keeps_results)
         self._n_captured = self._n_cut = 0
         self._polling = Polling(self.captured, config.gym.generation_chunk_flush_tokens)
@@ -118,6 +120,7 @@ class Capturing:
         Raises InputError for what cannot be kept (recovery.asked).
         """
         request = checked(request)
+        self.unresumable.admit(request)
 
         def check() -> None:
             self.raise_if_failed()
@@ -214,7 +217,7 @@ class Capturing:
 
     def engine_died(self, error: BaseException) -> None:
         """The engine process is gone: no snapshot is taken from here on, what was captured is flushed."""
-        if self.dead_engine is None:
+        if self.dead_engine is None and not self.engine_may_end:
             self.dead_engine = error
             self.flushing.want()
 

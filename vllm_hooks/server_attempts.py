@@ -28,6 +28,7 @@ KEEP = 10_000
 """Idle attempts that are remembered: ended ones, to be answered again, and those whose client has not come back."""
 
 _LEAVING_S = 5.0
+"""For handlers that were told to end: longer would be of the time for the last snapshot."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any
 
-from recovery.errors import RecoveryError
+from recovery.errors import ProgramError, RecoveryError
 from vllm_hooks.session import RecoverySession
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -71,16 +71,31 @@ class Stopping:
     def begin(self) -> None:
         """The server is going to end. It may serve what it serves for as long as its engine does."""
         if self._end is None:
+            self._session.engine_may_end = True
             with contextlib.suppress(RecoveryError):  # nothing can be stored any more, and everybody was told
                 self._session.want_snapshot("shutdown")
-            self._end = asyncio.ensure_future(self._run())
+            self._run_once()
 
     async def finish(self) -> None:
         """The server has ended. Returns when the last snapshot was taken."""
         self._over.set()
+        self._session.engine_may_end = True
+        await self._run_once()
+
+    def _run_once(self) -> asyncio.Task[None]:
         if self._end is None:
             self._end = asyncio.ensure_future(self._run())
-        await self._end
+            self._end.add_done_callback(self._ended)
+        return self._end
+
+    def _ended(self, end: asyncio.Task[None]) -> None:
+        """Nobody may be left who waits for it: the HTTP server can outlive its signal for as long as a client likes."""
+        if not end.cancelled() and (error := end.exception()) is not None:
+            self._session.fail(
+                error
+                if isinstance(error, RecoveryError)
+                else ProgramError(f"the server's end failed: {error!r}", hint="this is a bug; please report it")
+            )
 
     async def _run(self) -> None:
         while not self._over.is_set() and not self._engine.errored:

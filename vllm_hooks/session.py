@@ -239,7 +239,7 @@ class RecoverySession(Capturing):
             self._n_published = self._n_cut
             counters.last_snapshot = attempt.snapshot
             self._call_on_loop(self.table.published, attempt.ended)
-        else:
+        elif attempt.cause != "look":
             counters.snapshots_abandoned += 1
         self._recent.note(attempt)
         if self.on_attempt is not None:

@@ -98,7 +98,13 @@ class SessionMetrics:
             buckets=FENCE_BUCKETS_S,
         )
         registry.register(self)  # type: ignore[arg-type]
+        self._registry = registry
         session.on_attempt = self.attempted
+
+    def leave(self) -> None:
+        """Serve nothing any more: another session takes this one's place in the registry."""
+        for one in (self._stall, self._fence, self._whole, self):
+            self._registry.unregister(one)  # type: ignore[arg-type]
 
     def attempted(self, attempt: Attempt) -> None:
         """In the coordinator's thread."""

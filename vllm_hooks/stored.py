@@ -117,12 +117,11 @@ class StoredCalls:
         without it.
         """
         assert self._opened is not None
-        with self._sweeping:
-            found = [call_id for call_id in self._due if self._ledger.get(call_id) is not None]
-            with self._opened.publication.lock:
-                for call_id in found:
+        for call_id in tuple(self._due):
+            with self._sweeping, self._opened.publication.lock:  # one by one: the loop may be waiting
+                if call_id in self._due and self._ledger.get(call_id) is not None:
                     self._ledger.drop(call_id)
-            self._due.difference_update(found)
+                    self._due.discard(call_id)
 
     def admitted(self) -> None:
         """From here on the ledger is the coordinator's."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from examples.agents.mailbox import Mailbox, Step
-from recovery.blobs import BEGIN_ANEW, object_of
+from recovery.blobs import BEGIN_ANEW, SCHEMA, object_of
 from recovery.errors import Damaged
 from vllm_hooks.capturing import Capturing
 from vllm_hooks.trajectory import Trajectory
@@ -78,7 +78,7 @@ class Workplace:
         return self.context
 
     def _state_now(self) -> bytes:
-        state = {"schema": 1, "context": self.context, "trajectory": self.trajectory.state()}
+        state = {"schema": SCHEMA, "context": self.context, "trajectory": self.trajectory.state()}
         return json.dumps(state).encode()
 
     def prepare(self) -> bytes:

@@ -28,9 +28,10 @@ class Switch:
             return 0
         if not hasattr(self, "_whole"):
             self._whole = [list(running.argmax_invariant), list(running.non_argmax_invariant)]
+            self._keeps_ids = batch.logitsprocs_need_output_token_ids
         kept = [[one for one in whole if on or not type(one).__module__.startswith(OURS)] for whole in self._whole]
         running.argmax_invariant, running.non_argmax_invariant = kept
-        batch.logitsprocs_need_output_token_ids = on
+        batch.logitsprocs_need_output_token_ids = on and self._keeps_ids
         return sum(map(len, kept))
 
     def processor_seconds(self) -> float:

@@ -45,6 +45,7 @@ class MetricsServer:
             ) from None
         self.registry = CollectorRegistry()
         self._results = results
+        self._watched: Any = None
         self.registry.register(self)  # type: ignore[arg-type]
         try:
             self._server, self._thread = start_http_server(port, host, self.registry)
@@ -53,11 +54,17 @@ class MetricsServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}/metrics"
 
     def watch(self, session: RecoverySession) -> None:
-        """From here on the session's counters are served too; one that captures nothing has none."""
+        """From here on this session's counters are served too, in place of an earlier one's.
+
+        One that captures nothing has none.
+        """
+        if self._watched is not None:
+            self._watched.leave()
+            self._watched = None
         if session.capturing:
             from vllm_hooks.session_metrics import SessionMetrics
 
-            SessionMetrics(session, self.registry)
+            self._watched = SessionMetrics(session, self.registry)
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import ssl
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -72,5 +73,5 @@ def _refused(url: str) -> str:
     except URLError as error:
         # Whose certificates are trusted is set elsewhere for vLLM.
         return "" if isinstance(error.reason, ssl.SSLError) else f"does not answer ({error.reason})"
-    except OSError as error:
-        return f"does not answer ({error})"
+    except (OSError, HTTPException) as error:
+        return f"does not answer ({error!r})"

@@ -94,6 +94,7 @@ class RemoteParticipants:
             one = self._found.get((name, handle))
             if one is None:
                 one = self._found[name, handle] = RemoteParticipant(name, handle, timeout_s)
+            one.timeout_s = timeout_s  # who joins again may say another one
             return one
 
 
@@ -103,14 +104,14 @@ class RemoteParticipant:
     def __init__(self, name: str, handle: Any, timeout_s: float) -> None:
         self.name = name
         self._handle = handle
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     def prepare(self, *cut: int) -> bytes:
-        state: bytes = answer_now(self._handle.prepare.remote(*cut), self._timeout_s)
+        state: bytes = answer_now(self._handle.prepare.remote(*cut), self.timeout_s)
         return state
 
     def commit(self, published: bool) -> None:
-        answer_now(self._handle.commit.remote(published), self._timeout_s)
+        answer_now(self._handle.commit.remote(published), self.timeout_s)
 
     def restore(self, state: bytes, rewound: bool) -> None:
-        answer_now(self._handle.restore.remote(state, rewound), self._timeout_s)
+        answer_now(self._handle.restore.remote(state, rewound), self.timeout_s)

@@ -144,7 +144,8 @@ class CoordinatorLink:
         as it is. To join again is to have joined. Raises what recovery.participants.Participants.join raises.
         """
         given = (name, participant, timeout_s)
-        await self.ask("join_participant", *given, timeout_s=timeout_s + self.silent_s)
+        running = self._participants.get(name, (None,))[0] == participant
+        await self.ask("join_participant", *given, running, timeout_s=timeout_s + self.silent_s)
         self._participants[name] = given[1:]
         # One that was put in its place meanwhile may have been told of the others only.
         await self.ask("join_participant", *given, True)
