@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,6 +48,17 @@ class Rows(NamedTuple):
         wide = wide_columns(arrays, n_tokens)
         return cls(n_tokens, wide, tuple(arrays[column.name].tobytes() for column in wide))
 
+    def arrays(self) -> dict[str, Array]:
+        """By name."""
+        return _arrays(self.n_tokens, self.wide, self.values)
+
+
+def _arrays(n_tokens: int, wide: Iterable[WideColumn], values: Iterable[bytes | bytearray]) -> dict[str, Array]:
+    return {
+        column.name: np.frombuffer(held, column.type).reshape(column.shape(n_tokens))
+        for column, held in zip(wide, values, strict=True)
+    }
+
 
 Columns = Mapping[str, Array] | Rows | None
 """Wide columns by name, one row for each token; or that as bytes; or none."""
@@ -77,11 +88,7 @@ class Run:
 
     def arrays(self, *, copy: bool = False) -> dict[str, Array]:
         """The wide columns by name. Without a copy the run takes no more tokens."""
-        n = len(self.token_ids)
-        return {
-            column.name: np.frombuffer(bytes(values) if copy else values, column.type).reshape(column.shape(n))
-            for column, values in zip(self.wide, self.columns, strict=True)
-        }
+        return _arrays(len(self.token_ids), self.wide, map(bytes, self.columns) if copy else self.columns)
 
     def to_chunk(self) -> Chunk:
         """The run as arrays. Costs O(tokens): called off the event loop."""

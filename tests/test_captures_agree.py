@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from recovery.buffer import Rows
 from recovery.protocol import Verdict
 from tests.conftest import OnLoop
 from tests.engine_runs import Answer, ask, capturing, greedy, prompts, read_back, standing, take_snapshot, until
@@ -53,7 +54,8 @@ def compare(session: Any, reader: PullReader) -> tuple[int, int]:
         n = len(captured)
         assert captured == ids[:n], call.request.rollout
         assert list(call.transcript_logprobs) == np.array(logprobs[:n], np.float32).tolist()
-        for column, values in (columns or {}).items() if n else ():
+        arrays = columns.arrays() if isinstance(columns, Rows) else columns
+        for column, values in (arrays or {}).items() if n else ():
             assert np.array_equal(np.concatenate([run.values for run in call.columns[column]]), values[:n]), column
         compared += 1
         ahead += len(ids) > n

@@ -440,6 +440,7 @@ async def test_a_forgotten_attempt_is_nobodys_while_the_store_has_it(tmp_path: P
             for _ in range(2):
                 refused = await Client(one.app, ASK, x_attempt_id="a", authorization=f"Bearer {key}").answer()
                 assert (refused.status, refused.code) == (409, "attempt_just_forgotten")
+                assert refused.headers["x-should-retry"] == "true"
         RecoverySession.want_snapshot(one.session, *wanted)
         while not one.session.counters.snapshots:
             await asyncio.sleep(0.001)

@@ -38,7 +38,8 @@ _TRUE = frozenset(("true", "1", "1.0", "t", "yes", "y", "on"))
 """What vLLM's own model of a request reads as true."""
 _DELIVERY = ("stream", "stream_options", "request_id")
 _ATTEMPT = re.compile(r"[A-Za-z0-9._:@/+=~-]{1,200}")
-_RETRY_MAY_HELP = frozenset((503,))
+_RETRY_MAY_HELP = 503
+_JUST_FORGOTTEN = "attempt_just_forgotten"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Refused:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        retry = b"true" if self.status in _RETRY_MAY_HELP else b"false"
+        retry = b"true" if self.status == _RETRY_MAY_HELP or self.code == _JUST_FORGOTTEN else b"false"
         return [(b"content-type", b"application/json"), (b"x-should-retry", retry)]
 
 
@@ -183,7 +184,7 @@ def refused(refusal: Refusal) -> Refused:
         case JustForgotten():
             return Refused(
                 409,
-                "attempt_just_forgotten",
+                _JUST_FORGOTTEN,
                 "this attempt id was forgotten a moment ago and is free again after the next snapshot; "
                 "ask again then, or send an attempt id of its own",
             )
