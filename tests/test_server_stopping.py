@@ -28,6 +28,14 @@ async def three_tokens(one: Served, **more: Any) -> Client:
     return client
 
 
+async def stored_at_the_signal(one: Served) -> Client:
+    client = await three_tokens(one)
+    one.end.begin()
+    while not one.session.counters.snapshots:
+        await asyncio.sleep(0.001)
+    return client
+
+
 @on_loop
 async def test_an_open_stream_is_ended_and_what_it_has_is_kept(tmp_path: Path) -> None:
     """The last snapshot does not wait for clients: this one has not left."""
@@ -50,10 +58,7 @@ async def test_an_open_stream_is_ended_and_what_it_has_is_kept(tmp_path: Path) -
 async def test_an_engine_that_is_ended_on_purpose_has_not_died(tmp_path: Path) -> None:
     """vLLM's streams then end with what they end with when it dies: the last snapshot is taken all the same."""
     async with served(tmp_path / "s") as one:
-        client = await three_tokens(one)
-        one.end.begin()
-        while not one.session.counters.snapshots:
-            await asyncio.sleep(0.001)
+        client = await stored_at_the_signal(one)
         one.captured.allow(1)
         await client.until(lambda: len(client.tokens) == 4)
         one.session.engine_died(RuntimeError("its process is gone"))
@@ -84,10 +89,7 @@ async def test_an_end_that_fails_is_told_of(tmp_path: Path) -> None:
 async def test_while_the_engine_goes_on_its_streams_do(tmp_path: Path) -> None:
     """`--shutdown-timeout`: what is captured is stored at the signal, and what comes later at the end."""
     async with served(tmp_path / "s") as one:
-        client = await three_tokens(one)
-        one.end.begin()
-        while not one.session.counters.snapshots:
-            await asyncio.sleep(0.001)
+        client = await stored_at_the_signal(one)
         late = await Client(one.app, ASK, x_attempt_id="b").answer()
         assert (late.status, late.code, late.headers["x-should-retry"]) == (503, "recovery_stopping", "true")
         one.captured.allow(3)

@@ -38,7 +38,6 @@ _TRUE = frozenset(("true", "1", "1.0", "t", "yes", "y", "on"))
 """What vLLM's own model of a request reads as true."""
 _DELIVERY = ("stream", "stream_options", "request_id")
 _ATTEMPT = re.compile(r"[A-Za-z0-9._:@/+=~-]{1,200}")
-_RETRY_MAY_HELP = 503
 _JUST_FORGOTTEN = "attempt_just_forgotten"
 
 
@@ -60,8 +59,8 @@ class Refused:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        retry = b"true" if self.status == _RETRY_MAY_HELP or self.code == _JUST_FORGOTTEN else b"false"
-        return [(b"content-type", b"application/json"), (b"x-should-retry", retry)]
+        passes = self.status == 503 or self.code == _JUST_FORGOTTEN  # by itself, and the same request is served then
+        return [(b"content-type", b"application/json"), (b"x-should-retry", b"true" if passes else b"false")]
 
 
 @dataclass(frozen=True, slots=True)

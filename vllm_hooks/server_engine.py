@@ -72,12 +72,13 @@ def attempt_of_name(rollout: str) -> str | None:
 
 
 class Server(Protocol):
-    """What it asks of the server."""
+    """What is asked of the server."""
 
     session: RecoverySession
 
     @property
-    def stopping(self) -> bool: ...
+    def stopping(self) -> bool:
+        """It is going to end: nothing new is begun."""
 
 
 class AttemptEngine:

@@ -23,22 +23,16 @@ from vllm_hooks import server_claims as claims
 from vllm_hooks.server_asgi import App, Message, Receive, Scope, Send, answer, body_of, refuse, replayed
 from vllm_hooks.server_attempts import Attempts, Connection
 from vllm_hooks.server_claims import Refused, Uncaptured
-from vllm_hooks.server_engine import SERVING, Serving
-from vllm_hooks.session import RecoverySession
+from vllm_hooks.server_engine import SERVING, Server, Serving
 
 _FAREWELL_S = 5.0
 """A client that takes nothing any more is not waited for."""
 
 
-class Recovery(Protocol):
+class Recovery(Server, Protocol):
     """What the layer needs: it is there before the server serves, but not yet when the layer is put in."""
 
-    session: RecoverySession
     attempts: Attempts
-
-    @property
-    def stopping(self) -> bool:
-        """The server is going to end: nothing new is begun."""
 
     async def start(self, layer: RecoveryLayer) -> None: ...
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recovery import notes
+from storage_backends.writer_name import boot_id
 
 _MAX = 2**63 - 1
 
@@ -38,7 +39,7 @@ class Identity:
                 fields = file.read().rsplit(b")", 1)[1].split()
         except (OSError, IndexError):
             return None
-        return None if fields[0] in (b"Z", b"X") else cls(pid, int(fields[19]), _boot_id())
+        return None if fields[0] in (b"Z", b"X") else cls(pid, int(fields[19]), boot_id())
 
     @classmethod
     def own(cls) -> Identity:
@@ -60,14 +61,6 @@ class Identity:
 
     def alive(self) -> bool:
         return Identity.of(self.pid) == self
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def descendants(pid: int) -> list[Identity]:
