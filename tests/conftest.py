@@ -26,7 +26,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from prefix_recovery.processes import descendants
-from tests.job_processes import name_of
+from tests.job_processes import is_engine
 
 pytest_plugins = ["tests.two_workers"]
 
@@ -138,7 +138,7 @@ def session_engine(tiny_model: Path, on_loop: OnLoop[Any]) -> Iterator[Any]:
     others = descendants(os.getpid())
     with engine_of(tiny_model, ENGINE, on_loop) as llm:
         new = (child for child in descendants(os.getpid()) if child not in others)
-        ours = [child for child in new if name_of(child.pid).startswith("VLLM")]
+        ours = [child for child in new if is_engine(child.pid)]
         assert ours
         # A full collection of what vLLM has loaded stops the loop for some hundred tokens of the engine.
         gc.collect()

@@ -39,9 +39,26 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = _DEADLIN
 
 
 def engine_core_of(pid: int) -> Identity:
-    """The one engine process below `pid`, by the name that vLLM gives it: other children come and go."""
-    (found,) = (child for child in descendants(pid) if name_of(child.pid).startswith("VLLM::Engine"))
+    """The one engine process below `pid`: other children come and go."""
+    (found,) = (child for child in descendants(pid) if is_engine(child.pid))
     return found
+
+
+def is_engine(pid: int) -> bool:
+    """Whether it is an engine's process: it calls itself so, or it is one that was spawned and could not rename itself.
+
+    setproctitle finds its argv by the first variable of its environment, and does nothing, unsaid, if that was changed
+    before; which one is the first is random in what Ray starts.
+    """
+    name = name_of(pid)
+    return name.startswith("VLLM::Engine") or (not name.startswith("VLLM") and b"--multiprocessing-fork" in _argv(pid))
+
+
+def _argv(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def name_of(pid: int) -> str:

@@ -1,6 +1,6 @@
 """A job of two workers on Ray, and its processes: for the tests that kill them.
 
-Owns: finding the coordinator, the workers and their engines below a job, by what they call themselves.
+Owns: finding the coordinator, the workers and their engines below a job.
 Does not know: pytest, what is killed when.
 """
 
@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 from prefix_recovery.processes import Identity, descendants
 from recovery.log_reading import Read, find_tail, walk_back
 from recovery.ports import ObjectStore
-from tests.job_processes import JobProcess, name_of
+from tests.job_processes import JobProcess, is_engine, name_of
 
 WAIT_S = 500.0
 """Five processes import vLLM at the start: on a machine with much else to do that takes minutes."""
 SIP_S = 0.05
-COORDINATOR, WORKER, ENGINE = "ray::Coordinato", "ray::EngineWor", "VLLM::Engine"
+COORDINATOR, WORKER = "ray::Coordinato", "ray::EngineWor"
 
 
 def called(job: JobProcess, kind: str) -> list[Identity]:
@@ -33,10 +33,7 @@ def called(job: JobProcess, kind: str) -> list[Identity]:
 def engines(job: JobProcess) -> dict[Identity, Identity]:
     """The engine of each worker that has one."""
     return {
-        worker: engine
-        for worker in called(job, WORKER)
-        for engine in descendants(worker.pid)
-        if name_of(engine.pid).startswith(ENGINE)
+        worker: engine for worker in called(job, WORKER) for engine in descendants(worker.pid) if is_engine(engine.pid)
     }
 
 

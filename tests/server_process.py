@@ -23,7 +23,7 @@ import httpx
 from prefix_recovery.engine import CPU_ENVIRONMENT, is_cpu_build
 from prefix_recovery.processes import descendants
 from tests.conftest import ENGINE
-from tests.job_processes import name_of, wait_until
+from tests.job_processes import is_engine, wait_until
 from vllm_hooks.abilities import DRAWS_CLASS, SCHEDULER_CLASS, TRUE_SPLIT_CLASS
 
 ROOT = Path(__file__).parent.parent
@@ -129,7 +129,7 @@ class ServerProcess:
         return self
 
     def engine_pids(self) -> list[int]:
-        return [one.pid for one in descendants(self.process.pid) if name_of(one.pid).startswith("VLLM::Engine")]
+        return [one.pid for one in descendants(self.process.pid) if is_engine(one.pid)]
 
     def kill(self) -> None:
         """SIGKILL to all of its processes at once."""

@@ -48,6 +48,7 @@ def test_w1_c7_engine_actor_coordinator_and_everything_are_killed_and_no_token_d
 
     with running(config, "on-ray", program=("-m", "tests.impatient_job")) as job:
         until_said(job, "2 of 2 workers ready")
+        assert len(engines(job)) == 2
         job.after(rng.randrange(100, 600))
 
         mark = len(job.text)
