@@ -78,9 +78,12 @@ SCHEMA = pa.schema(
 
 
 class ArrowLedgerCodec:
-    """A LedgerCodec."""
+    """A LedgerCodec. `rows_per_batch`: that it writes at most; it reads any number that the format allows."""
 
     suffix = "arrow"
+
+    def __init__(self, rows_per_batch: int = ROWS_PER_BATCH) -> None:
+        self._rows_per_batch = rows_per_batch
 
     def encode(self, header: Mapping[str, Any], rows: LedgerRows) -> bytes:
         if header.get("format") != FORMAT or header.get("version") != arrow_file.VERSION:
@@ -95,7 +98,7 @@ class ArrowLedgerCodec:
         chunks, bounds = rows.chunks, rows.bounds
         batches = (
             pa.RecordBatch.from_arrays(_to_arrays(rows, part, chunks, bounds, needed, version_at), schema=schema)
-            for part in _split(bounds)
+            for part in _split(bounds, self._rows_per_batch)
         )
         return arrow_file.write(schema, batches)[0]
 
@@ -111,8 +114,8 @@ class ArrowLedgerCodec:
         rows = LedgerRows(names)
         nbytes_max = NBYTES_ALWAYS + RATIO_MAX * len(data)
         groups = arrow_file.groups(data, parts, ROWS_PER_BATCH, what, nbytes_max)
-        read = (arrow_file.read_group(data, parts.schema, group, what) for group in groups)
-        rows.packed = b"".join([_read_batch(batch, rows, requires, versions, what) for batch in read])
+        read = ((arrow_file.read_group(data, parts.schema, group, what), group.lengths) for group in groups)
+        rows.packed = b"".join([_read_batches(*batches, rows, requires, versions, what) for batches in read])
         named = [call_id for call_id in rows.call_ids if call_id != NO_ID] if numbered else rows.call_ids
         if len(set(named)) != len(named):
             raise Damaged(f"{what} has two rows for one call")
@@ -128,12 +131,12 @@ def _schema(requires: Sequence[str]) -> pa.Schema:
     return pa.schema([*SCHEMA, *more])
 
 
-def _split(bounds: Array) -> Iterator[slice]:
+def _split(bounds: Array, rows_max: int) -> Iterator[slice]:
     """The rows of each batch; row i has the chunks from bounds[i] to bounds[i + 1]."""
     first, n_rows = 0, len(bounds) - 1
     while first < n_rows:
         enough = int(np.searchsorted(bounds, bounds[first] + CHUNKS_PER_BATCH, "right")) - 1
-        last = min(n_rows, first + ROWS_PER_BATCH, max(first + 1, enough))
+        last = min(n_rows, first + rows_max, max(first + 1, enough))
         yield slice(first, last)
         first = last
 
@@ -206,11 +209,19 @@ def _chunk_array(chunks: PackedChunks, names: Names, version_at: Array | None) -
     )
 
 
-def _read_batch(
-    batch: pa.RecordBatch, rows: LedgerRows, requires: Sequence[str], versions: Array | None, what: str
+def _read_batches(
+    joined: pa.RecordBatch,
+    lengths: Sequence[int],
+    rows: LedgerRows,
+    requires: Sequence[str],
+    versions: Array | None,
+    what: str,
 ) -> bytes:
-    """Append the rows of a validated batch; their chunks are returned. `versions`: those of the header, by place."""
-    call_id, attempt, state, n_tokens, kept, chunks, identity, ended, history, *others = batch.columns
+    """Append the rows of validated batches that were joined (`lengths`: the rows of each); their chunks are returned.
+
+    `versions`: those of the header, by place.
+    """
+    call_id, attempt, state, n_tokens, kept, chunks, identity, ended, history, *others = joined.columns
     states = columns.numbers(state, "state", what)
     if (states > DROPPED).any():
         raise Damaged(f"{what} has a row of unknown state {int(states.max())}")
@@ -224,7 +235,7 @@ def _read_batch(
     rows.n_tokens += columns.numbers(n_tokens, "n_tokens", what).tolist()
     rows.kept += columns.numbers(kept, "kept", what).tolist()
     rows.n_chunks += np.diff(bounds).tolist()
-    rows.numbers += [0] * len(call_ids) if versions is None else arrow_numbers.read(others[0], what)
+    rows.numbers += [0] * len(call_ids) if versions is None else arrow_numbers.read(others[0], lengths, what)
     identities = _read_identities(identity, call_ids, what)
     with_lineage = arrow_lineage.FEATURE in requires
     rows.identities += arrow_lineage.read(others[-1], identities, what) if with_lineage else identities

@@ -36,13 +36,15 @@ def is_needed(rows: LedgerRows) -> bool:
 
 
 def array_of(numbers: Sequence[int]) -> pa.Array:
-    """Differences, modulo 2^32: rows come in about the order in which calls were numbered."""
+    """Of one batch: differences, modulo 2^32. Rows come in about the order in which calls were numbered."""
     return pa.array(np.diff(np.array(numbers, np.uint32), prepend=np.uint32(0)))
 
 
-def read(column: pa.Array, what: str) -> list[int]:
+def read(column: pa.Array, lengths: Sequence[int], what: str) -> list[int]:
+    """The numbers of batches that were joined; `lengths` are their rows. Each batch begins anew."""
     differences = columns.numbers(column, "call", what)
-    return np.cumsum(differences, dtype=np.uint32).tolist()
+    batches = np.split(differences, np.cumsum(lengths[:-1], dtype=np.int64))
+    return [number for batch in batches for number in np.cumsum(batch, dtype=np.uint32).tolist()]
 
 
 def check(rows: LedgerRows, what: str) -> None:

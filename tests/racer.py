@@ -70,7 +70,7 @@ class Racer:
         self.store: ObjectStore = open_store(url, create=True)
         self.ending = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
-        segments, ledgers = MixedSegmentCodec(codec), ArrowLedgerCodec()
+        segments, ledgers = MixedSegmentCodec(codec), ArrowLedgerCodec(rows_per_batch=2)
         self.life = Life(self.store, number, prompts=PROMPTS, keep_latest_k=keep, segments=segments, ledgers=ledgers)
         say(**{"restored": self.life.restored.published, "from": self.life.restored.snapshot})
 

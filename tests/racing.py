@@ -349,7 +349,7 @@ def _check(place: Place, url: str, plan: Plan, left: Process, right: Process, fi
         prompts=PROMPTS,
         keep_latest_k=plan.keep,
         segments=MixedSegmentCodec(),
-        ledgers=ArrowLedgerCodec(),
+        ledgers=ArrowLedgerCodec(rows_per_batch=2),
     )
     assert heir.restored.snapshot == snapshots[-1].seq and heir.restored.passed_over == []
     assert heir.answers() == REFERENCE

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from recovery.errors import Damaged, FormatNotUnderstood
 from recovery.ledger_columns import NO_ID, LedgerRows, Names
 from recovery.model import DROPPED, ENDED, CallId, LedgerRow
-from storage_backends import arrow_file, arrow_numbers
+from storage_backends import arrow_file, arrow_ledger, arrow_numbers
+from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.testing.mutations import try_in_process
 from tests.test_arrow_ledger import CODEC, header_of, names, row_lists, sample_rows
 
@@ -41,21 +42,25 @@ def deltas(n: int) -> list[LedgerRow]:
 
 
 @given(
-    rows=row_lists(), numbers=st.lists(st.integers(1, 2**32 - 1), unique=True, min_size=6, max_size=6), data=st.data()
+    rows=row_lists(),
+    numbers=st.lists(st.integers(1, 2**32 - 1), unique=True, min_size=6, max_size=6),
+    rows_per_batch=st.integers(1, 6),
+    data=st.data(),
 )
 def test_ids_come_back_when_all_objects_are_read(
-    rows: list[LedgerRow], numbers: list[int], data: st.DataObject
+    rows: list[LedgerRow], numbers: list[int], rows_per_batch: int, data: st.DataObject
 ) -> None:
-    """And whichever is read first."""
+    """And whichever is read first, in however many batches the rows are."""
+    codec = ArrowLedgerCodec(rows_per_batch)
     given_numbers = [data.draw(st.sampled_from([0, number])) for number in numbers[: len(rows)]]
     rows = [row if row.call_id != NO_ID else replace(row, call_id=CallId(b"x" * 16)) for row in rows]
     written = numbered(rows, given_numbers)
-    one = CODEC.encode(HEADER, written)
+    one = codec.encode(HEADER, written)
     drops = [LedgerRow(row.call_id, 0, DROPPED, 0, 0, (), None, None, None) for row in rows]
-    other = CODEC.encode(HEADER, numbered(drops, given_numbers))
+    other = codec.encode(HEADER, numbered(drops, given_numbers))
     for order in (one, other), (other, one):
         shared = names()
-        header, read = {data: CODEC.decode(data, shared) for data in order}[one]
+        header, read = {data: codec.decode(data, shared) for data in order}[one]
         requires = ["call-numbers"] if any(given_numbers) else []
         lineage = any(row.identity and (row.identity.model_call or row.identity.parent != NO_ID) for row in rows)
         assert header["requires"] == requires + ["call-lineage"] * lineage
@@ -64,6 +69,22 @@ def test_ids_come_back_when_all_objects_are_read(
         assert read.numbers == given_numbers
         read.resolve()
         assert read == rows
+
+
+def test_each_batch_counts_from_its_own_first_row() -> None:
+    """In whole rows and in those that mean their call by number only, at a size that takes more than one batch."""
+    n = 2 * arrow_ledger.ROWS_PER_BATCH + 5
+    numbers, shared, whole = list(range(7, 7 + n)), names(), wholes(n)
+    first = CODEC.encode(HEADER, numbered(whole, numbers))
+    changed = [replace(row, call_id=of.call_id) for row, of in zip(deltas(n), whole, strict=True)]
+    then = CODEC.encode(HEADER, numbered(changed, numbers))
+    for data in (then, first):
+        assert pa.ipc.open_file(data).num_record_batches == 3
+    _, later = CODEC.decode(then, shared)
+    _, earlier = CODEC.decode(first, shared)
+    later.resolve()
+    assert earlier.numbers == later.numbers == numbers
+    assert later.call_ids == [row.call_id for row in whole]
 
 
 def test_without_a_number_an_object_is_what_it_was() -> None:
@@ -183,4 +204,4 @@ def test_a_number_that_nobody_explains_is_refused() -> None:
 
 def test_numbers_end_at_the_width_of_the_column() -> None:
     largest = 2**32 - 1
-    assert arrow_numbers.read(arrow_numbers.array_of([largest, 1, 0, largest]), "it") == [largest, 1, 0, largest]
+    assert arrow_numbers.read(arrow_numbers.array_of([largest, 1, 0, largest]), [4], "it") == [largest, 1, 0, largest]

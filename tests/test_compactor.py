@@ -94,8 +94,8 @@ def most_segments(ledger: Ledger) -> int:
 
 CODECS: list[Callable[[], tuple[SegmentCodec, LedgerCodec]]] = [
     lambda: (PlainSegments(), PlainLedgers()),
-    lambda: (MixedSegmentCodec("arrow"), ArrowLedgerCodec()),
-    lambda: (MixedSegmentCodec("zarr"), ArrowLedgerCodec()),
+    lambda: (MixedSegmentCodec("arrow"), ArrowLedgerCodec(rows_per_batch=2)),
+    lambda: (MixedSegmentCodec("zarr"), ArrowLedgerCodec(rows_per_batch=2)),
 ]
 
 
@@ -130,7 +130,7 @@ def test_a_compacted_job_is_the_same_job_in_fewer_objects(keep: int, codecs: Any
 def test_versions_logprobs_and_wide_columns_are_what_they_were() -> None:
     """A call of three policy versions, now with logprobs and now without, with top-k columns of two widths."""
     store = MemoryStore()
-    one = life(store, segments=MixedSegmentCodec("arrow"), ledgers=ArrowLedgerCodec())
+    one = life(store, segments=MixedSegmentCodec("arrow"), ledgers=ArrowLedgerCodec(rows_per_batch=2))
     one.dispatch(1)
     (call,) = one.live
     draw = np.random.default_rng(3)
@@ -150,7 +150,7 @@ def test_versions_logprobs_and_wide_columns_are_what_they_were() -> None:
     assert found.version_spans == tuple(call.version_spans)
     assert found.token_ids.tolist() == list(call.transcript_ids)
     assert found.logprobs.tobytes() == np.asarray(call.transcript_logprobs, np.float32).tobytes()
-    plain = life(MemoryStore(), segments=MixedSegmentCodec("arrow"), ledgers=ArrowLedgerCodec())
+    plain = life(MemoryStore(), segments=MixedSegmentCodec("arrow"), ledgers=ArrowLedgerCodec(rows_per_batch=2))
     plain.compactor.close()
     plain.dispatch(1)
     again, draw = plain.live[0], np.random.default_rng(3)
@@ -170,10 +170,10 @@ def test_versions_logprobs_and_wide_columns_are_what_they_were() -> None:
 def test_a_reader_that_knows_nothing_of_compaction_reads_the_same_calls(tmp_path: Path) -> None:
     """tests/independent_reader.py, written from docs/format.md: digests, contiguity, counts, attempts."""
     store = LocalStore(str(tmp_path))
-    one = life(store, keep=3, segments=MixedSegmentCodec("arrow"), ledgers=ArrowLedgerCodec())
+    one = life(store, keep=3, segments=MixedSegmentCodec("arrow"), ledgers=ArrowLedgerCodec(rows_per_batch=2))
     one.dispatch()
     step(one, 6)
-    again = life(store, 2, keep=3, segments=MixedSegmentCodec("arrow"), ledgers=ArrowLedgerCodec())
+    again = life(store, 2, keep=3, segments=MixedSegmentCodec("arrow"), ledgers=ArrowLedgerCodec(rows_per_batch=2))
     again.dispatch()
     step(again, 6)
     assert one.compactor.counters.rounds and again.compactor.counters.rounds
@@ -454,7 +454,7 @@ def test_few_records_of_a_large_segment_are_read_by_their_batches() -> None:
         limits=Limits(pieces=4, most_sparse=1 << 20),
         submit=later,
         segments=MixedSegmentCodec("arrow"),
-        ledgers=ArrowLedgerCodec(),
+        ledgers=ArrowLedgerCodec(rows_per_batch=2),
     )
     one.dispatch(1)
     for i in range(4):

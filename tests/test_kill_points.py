@@ -191,7 +191,7 @@ def arrow_codecs() -> tuple[SegmentCodec, LedgerCodec]:
     from storage_backends.arrow_ledger import ArrowLedgerCodec
     from storage_backends.arrow_segments import ArrowSegmentCodec
 
-    return ArrowSegmentCodec(), ArrowLedgerCodec()
+    return ArrowSegmentCodec(), ArrowLedgerCodec(rows_per_batch=2)
 
 
 def plain_codecs() -> tuple[SegmentCodec, LedgerCodec]:

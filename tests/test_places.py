@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("s3_environment")
 
 def real(store: ObjectStore, number: int, **fields: Any) -> Life:
     """A life with the codecs that jobs have."""
-    return Life(store, number, segments=MixedSegmentCodec(), ledgers=ArrowLedgerCodec(), **fields)
+    return Life(store, number, segments=MixedSegmentCodec(), ledgers=ArrowLedgerCodec(rows_per_batch=2), **fields)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_n4_snapshots_are_in_the_order_of_their_numbers(tmp_path: Path, capsys: 
 
 def test_c3_one_chunk_is_removed_after_the_publication(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     """C3: `latest` answers, `verify` fails with the name of what is missing, a restore falls back and says why."""
-    life = worked(place.open(), segments=MixedSegmentCodec(), ledgers=ArrowLedgerCodec())
+    life = worked(place.open(), segments=MixedSegmentCodec(), ledgers=ArrowLedgerCodec(rows_per_batch=2))
     older, newest = ids(life)[-2:]
     missing = sorted(item.key for item in life.store.list("seg/"))[3]
     life.store.delete(missing)

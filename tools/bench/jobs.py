@@ -28,10 +28,10 @@ from recovery.compactor import Compactor
 from recovery.coordinator import Attempt, Coordinator, Fleet
 from recovery.errors import RecoveryError
 from recovery.model import Float32Array, Int32Array, PolicyVersion, Request
-from recovery.ports import Entropy, ObjectStore, SegmentCodec
+from recovery.ports import Entropy, LedgerCodec, ObjectStore, SegmentCodec
 from recovery.protocol import Verdict
 from recovery.publication import Publication
-from recovery.restore import choose, compatibility_record, restore
+from recovery.restore import Chosen, choose, compatibility_record, restore
 from recovery.restored import Restored, RestoredCall
 from recovery.resume import StopRules
 from recovery.slots import SlotLog
@@ -51,6 +51,15 @@ _TIMEOUT_S = 600.0
 def job_state() -> dict[str, bytes]:
     """The states of a snapshot of these jobs."""
     return {"job": compatibility_record(MUST, {})}
+
+
+def newest(store: ObjectStore, segments: SegmentCodec, ledgers: LedgerCodec, tail: int) -> Chosen:
+    """The snapshot of slot `tail` or before it. Raises RuntimeError if a newer one cannot be restored: whatever else
+    a restore finds instead, or adopts, the figures are not of what was published."""
+    chosen = choose(store, segments, ledgers, tail, "auto", MUST)
+    if chosen.passed_over:
+        raise RuntimeError(f"the restore passed over {chosen.passed_over}")
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,7 @@ class Life(Generic[F]):
         self.segments, ledgers = MixedSegmentCodec(write), ArrowLedgerCodec()
         log = SlotLog(self.store, clock, entropy, "bench")
         log.claim()
-        chosen = choose(self.store, self.segments, ledgers, log.tail, "auto", MUST)
+        chosen = newest(self.store, self.segments, ledgers, log.tail)
         self.publication = Publication.on_top_of(
             self.store, self.segments, ledgers, entropy, log, chosen.loaded, keep_latest_k=keep_latest_k
         )

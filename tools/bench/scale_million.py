@@ -18,6 +18,7 @@ from bench.measuring import Spread, settle
 from bench.prices import dollars
 from bench.report import Law, Report, nbytes_text
 from bench.simulated import Fleet, is_as_decoded
+from recovery.restored import Restored
 from storage_backends.memory import MemoryStore
 
 OF_WORKERS = ("cut", "stage")
@@ -50,7 +51,7 @@ def measure(report: Report, size: Size) -> None:
         taken.append(life.snapshot())
     entries = life.publication.ledger.counts()
     objects = len(store.list(""))
-    seconds, as_decoded, ledger_nbytes = _restore(store, size)
+    seconds, restored, as_decoded, ledger_nbytes = _restore(store, size)
     _say(report, size, taken, objects)
     report.figure(
         "million",
@@ -63,9 +64,10 @@ def measure(report: Report, size: Size) -> None:
         f"{as_decoded:,} of {size.calls:,} calls are what was decoded"
     )
     report.bound("calls that a restore does not give back as decoded", size.calls - as_decoded, 0)
+    report.bound("segments that it had to adopt", restored.adopted_segments, 0)
 
 
-def _restore(store: MemoryStore, size: Size) -> tuple[float, int, int]:
+def _restore(store: MemoryStore, size: Size) -> tuple[float, Restored, int, int]:
     settle()
     began = time.perf_counter()
     life = Life(store, lambda seat: Fleet(seat, size.workers))
@@ -73,7 +75,7 @@ def _restore(store: MemoryStore, size: Size) -> tuple[float, int, int]:
     whole = size.snapshots * size.tokens
     good = sum(len(one.transcript.token_ids) == whole and is_as_decoded(one) for one in life.restored.calls)
     ledger = sum(store.get(key, 0).__len__() for key in life.publication.reached() if key.startswith("ledger/"))
-    return seconds, good, ledger
+    return seconds, life.restored, good, ledger
 
 
 def _say(report: Report, size: Size, taken: list[Taken], objects: int) -> None:

@@ -21,14 +21,13 @@ import numpy as np
 import pyarrow as pa
 
 from bench.corpus import Corpus
-from bench.jobs import MUST, SAMPLING, STOP, Job
+from bench.jobs import SAMPLING, STOP, Job, newest
 from bench.measuring import Spread, paired, ratios, timed
 from bench.report import Report, ms_text, nbytes_text
 from recovery import resume
 from recovery.compaction import Limits
 from recovery.log_reading import find_tail
 from recovery.model import Float32Array, Int32Array
-from recovery.restore import choose
 from recovery.restored import RestoredCall, planned
 from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec
@@ -153,7 +152,7 @@ def _measure_one(
 def restored(folder: Path) -> list[RestoredCall]:
     """What a restart does before it publishes anything: every open call in memory, checked and planned."""
     store = open_store(folder)
-    chosen = choose(store, MixedSegmentCodec(), ArrowLedgerCodec(), find_tail(store), "auto", MUST)
+    chosen = newest(store, MixedSegmentCodec(), ArrowLedgerCodec(), find_tail(store))
     calls = planned(chosen.transcripts, STOP)
     assert calls and all(isinstance(call.plan, resume.Resume) for call in calls), SAMPLING
     return calls

@@ -21,12 +21,11 @@ import numpy as np
 from bench import full_copies
 from bench.corpus import Corpus
 from bench.full_copies import Calls
-from bench.jobs import MUST, Job
+from bench.jobs import Job, newest
 from bench.measuring import Spread, timed
 from bench.report import Report, ms_text, nbytes_text
 from recovery.log_reading import find_tail
 from recovery.model import Float32Array, Int32Array
-from recovery.restore import choose
 from storage_backends import open_store
 from storage_backends.arrow_ledger import ArrowLedgerCodec
 from storage_backends.codecs import CodecName, MixedSegmentCodec
@@ -58,7 +57,7 @@ class ThisProject:
 
     def restore(self) -> Calls:
         store = open_store(self._folder)
-        chosen = choose(store, MixedSegmentCodec(), ArrowLedgerCodec(), find_tail(store), "auto", MUST)
+        chosen = newest(store, MixedSegmentCodec(), ArrowLedgerCodec(), find_tail(store))
         found = {each.request.rollout: each for each in chosen.transcripts.values()}
         return [(found[name].token_ids, found[name].logprobs) for name in sorted(found)]
 
