@@ -5,7 +5,8 @@ Does not know: what is measured.
 
 Invariants:
 1. A group that fails is named and makes the whole fail; a bound that is missed does not.
-2. Only what counts runs beside something else (TOGETHER); what takes the time of this machine has it to itself.
+2. What takes the time of this machine has it to itself. Beside something else runs only what counts, and what has so
+   much room below its bound that a busy neighbour cannot make a missed bound a met one (LANES).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
@@ -32,17 +34,22 @@ PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Verbs of which each of these names is a run of its own."""
 
-TOGETHER = ("scale-day", "kills")
-"""Simulated time, bytes, requests: one beside the other, on a core each. (The seconds of the day are told as such.)"""
+LANES = (("scale-day",), ("kills", "scale-million"))
+"""Last of all, a core for each lane, in which one comes after the other: simulated time, bytes, requests. The seconds
+of a million calls and of the day are those of a core whose neighbour is busy."""
 
 MINUTES_MAX = 45.0
 
+Ran = tuple[str, str, int]
+"""A run's name, what it said if that was kept, its exit code."""
 
-def steps(verbs: Sequence[str]) -> list[list[str]]:
-    """The runs of these verbs, those that go together in one step, after all others."""
+
+def steps(verbs: Sequence[str]) -> list[list[list[str]]]:
+    """The runs of these verbs: steps one after the other, each of lanes side by side, each of runs one by one."""
     runs = [name for verb in verbs for name in PARTS.get(verb, {verb: ()})]
-    together = [name for name in runs if name in TOGETHER]
-    return [[name] for name in runs if name not in TOGETHER] + ([together] if together else [])
+    aside = {name for lane in LANES for name in lane}
+    lanes = [found for lane in LANES if (found := [name for name in lane if name in runs])]
+    return [[[name]] for name in runs if name not in aside] + ([lanes] if lanes else [])
 
 
 def run(
@@ -54,13 +61,10 @@ def run(
     report = Report(console, seed, quick)
     failed: list[str] = []
     for step in steps(verbs):
-        processes = {name: _start(name, out, seed, quick, aside=number > 0) for number, name in enumerate(step)}
-        for name, process in processes.items():
-            told, _ = process.communicate()
-            if told:
-                console.print(told.decode(), markup=False, end="")
+        for name, said, code in _side_by_side(step, lambda name, aside: _ran(name, out, seed, quick, aside=aside)):
+            console.print(said, markup=False, end="")
             file = out / f"{name}.json"
-            if process.returncode or not file.exists():
+            if code or not file.exists():
                 failed.append(name)
                 continue
             document = json.loads(file.read_text())
@@ -75,7 +79,8 @@ def run(
     if not quick:
         report.bound("minutes of all of it", minutes, MINUTES_MAX)
     seconds = report.figures.get("seconds", {})
-    report.table(("", "s"), [[name, f"{seconds.get(name, 0):.0f}"] for step in steps(verbs) for name in step])
+    names = [name for step in steps(verbs) for lane in step for name in lane]
+    report.table(("", "s"), [[name, f"{seconds.get(name, 0):.0f}"] for name in names])
     report.show_bounds()
     report.note(f"{minutes:.1f} minutes, seed {seed}; figures are in {out}")
     report.write("all", out / "all.json")
@@ -84,7 +89,18 @@ def run(
     return 1 if failed else 0
 
 
-def _start(name: str, out: Path, seed: int, quick: bool, *, aside: bool) -> subprocess.Popen[bytes]:
+def _side_by_side(lanes: Sequence[Sequence[str]], ran: Callable[[str, bool], Ran]) -> Iterator[Ran]:
+    """What `ran` gives of all runs of a step, lane by lane. It is told whether a run has a neighbour."""
+
+    def one_by_one(lane: Sequence[str]) -> list[Ran]:
+        return [ran(name, len(lanes) > 1) for name in lane]
+
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        for found in pool.map(one_by_one, lanes):
+            yield from found
+
+
+def _ran(name: str, out: Path, seed: int, quick: bool, *, aside: bool) -> Ran:
     """`aside`: what it says is kept until it is done."""
     file = out / f"{name}.json"
     file.unlink(missing_ok=True)
@@ -93,4 +109,5 @@ def _start(name: str, out: Path, seed: int, quick: bool, *, aside: bool) -> subp
     command += ["--only", ",".join(PARTS[verb][name])] if verb in PARTS else []
     command += ["--quick"] if quick else []
     command += ["--rounds", str(ROUNDS[verb])] if verb in ROUNDS else []
-    return subprocess.Popen(command, stdout=subprocess.PIPE if aside else None)
+    done = subprocess.run(command, stdout=subprocess.PIPE if aside else None, check=False)
+    return name, (done.stdout or b"").decode(), done.returncode
