@@ -7,6 +7,7 @@ Invariants:
 1. Slot n + 1 names the SHA-256 of slot n; numbers are dense from 1, and slot 1 is a claim.
 2. Epochs never decrease along the log; a claim raises the epoch, every other slot carries the latest claim's.
 3. A create has succeeded if and only if the slot holds the writer's own nonce: EXISTS alone proves nothing.
+4. What a reader would refuse for its length is not encoded.
 
 Source: epoch-fenced create-if-absent logs, as in SlateDB RFC 0001 and Delta's log store; the read-back by nonce
 is Icechunk design note 017.
@@ -21,12 +22,13 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from recovery.codec import canonical_json, sha256_hex
-from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood
+from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood, InputError
 
 T = TypeVar("T")
 
 GENESIS = "0" * 64
-MAX_SLOT_BYTES = 64 * 1024
+MAX_SLOT_BYTES = 4 << 20
+"""A snapshot's slot names each state, in less than 200 bytes, and each incarnation of a worker, in less than 40."""
 PREFIX = "log/"
 HINT_KEY = "hint"
 KINDS = frozenset({"epoch", "snapshot", "gc", "pin", "forget"})
@@ -71,7 +73,8 @@ def seq_of_key(key: str) -> int | None:
 
 
 def encode(slot: Slot) -> bytes:
-    return canonical_json(
+    """Raises InputError if it says more than a slot can hold."""
+    data = canonical_json(
         {
             "seq": slot.seq,
             "epoch": slot.epoch,
@@ -85,6 +88,12 @@ def encode(slot: Slot) -> bytes:
             **({"single_writer": True} if slot.single_writer else {}),
         }
     )
+    if len(data) > MAX_SLOT_BYTES:
+        raise InputError(
+            f"log slot {slot.seq} ({slot.kind}) would have {len(data)} bytes; at most {MAX_SLOT_BYTES} can be read",
+            hint="a slot names each participant's state, each worker, each pin or each snapshot to forget: have fewer",
+        )
+    return data
 
 
 def check_requires(document: Mapping[str, Any], what: str) -> None:

@@ -37,6 +37,10 @@ from recovery.staging import Staged, coordinates_of
 WORTH_A_SLOT = 16
 """Every snapshot leaves a ledger object behind, and slots are for ever."""
 
+VICTIMS_MAX = 1 << 16
+"""One list of victims names so many at most: one that is too long to be read (docs/format.md, section 13) would
+condemn nothing, and keep restores from adopting. The rest is offered again with the next snapshot."""
+
 StoreAgain = Callable[[Staged], Staged | None]
 """Stores the same records once more, under another name; None if nobody has them any more."""
 
@@ -272,7 +276,7 @@ class Publication:
         def body() -> Mapping[str, Any] | None:
             nonlocal named, victims
             pins, spared = self._pinned.look()
-            named = [key for key in keys if key not in spared]
+            named = [key for key in keys if key not in spared][:VICTIMS_MAX]
             if not _is_worth_a_slot(named):
                 return None
             key = layout.garbage_key(self.log.epoch, self._entropy.hex(8))

@@ -37,7 +37,7 @@ WRITER = "prefix-recovery 0.1.0"
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 MAX_OBJECT_BYTES = 4 << 30
-MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES, MAX_MARK_BYTES = 64 << 20, 64 << 10
 DEPTH_MAX = 256
 """What a reader accepts; writers stay below (rotation.MAX_DEPTH)."""
 
@@ -95,7 +95,7 @@ def make_root(store: ObjectStore, entropy: Entropy) -> None:
 def check_root(store: ObjectStore) -> dict[str, Any]:
     """The format mark. Raises NoStore or FormatNotUnderstood."""
     try:
-        data = store.get(FORMAT_KEY, 0, log.MAX_SLOT_BYTES)
+        data = store.get(FORMAT_KEY, 0, MAX_MARK_BYTES)
     except ObjectMissing:
         raise NoStore(
             "there is no store here (no format.json)",

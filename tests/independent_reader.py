@@ -30,7 +30,8 @@ OBJECTS = {
     "state": re.compile(r"state/e\d{6,}/[a-z0-9._-]+-[0-9a-f]{16}\.json"),
     "gc": re.compile(r"gc/e\d{6,}/[0-9a-f]{16}\.json"),
 }
-SLOT_LIMIT, JSON_LIMIT, ARROW_LIMIT, TOKEN_LIMIT, DEPTH_LIMIT = 64 << 10, 64 << 20, 4 << 30, 1 << 20, 256
+MARK_LIMIT, SLOT_LIMIT, JSON_LIMIT = 64 << 10, 4 << 20, 64 << 20
+ARROW_LIMIT, TOKEN_LIMIT, DEPTH_LIMIT = 4 << 30, 1 << 20, 256
 LEDGER = (
     "call_id: fixed_size_binary[16], attempt: uint32, state: uint8, n_tokens: uint32, kept: uint32, "
     "chunks: list<: struct<segment: uint32, index: uint32, start: uint32, n_tokens: uint32, "
@@ -473,7 +474,7 @@ def read_snapshot(root, slot):
 
 def read_store(root, snapshot=None):
     """The format mark, all slots, and all calls of the newest snapshot (or of snapshot `snapshot`)."""
-    mark = parse(fetch(root, "format.json", SLOT_LIMIT), "format.json")
+    mark = parse(fetch(root, "format.json", MARK_LIMIT), "format.json")
     check_version(mark, "format.json", "prefix-recovery")
     slots = read_slots(root)
     ids = [slot["seq"] for slot in slots if slot["kind"] == "snapshot"]

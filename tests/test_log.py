@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery import log
-from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood
+from recovery.errors import Damaged, DigestMismatch, FormatNotUnderstood, InputError
 from recovery.log import GENESIS, Outcome, Slot
 
 
@@ -96,8 +96,15 @@ MANGLED = [
     as_json(nonce=7),
     log.encode(slot()).replace(b'"seq":5', b'"seq":1e999'),
     log.encode(slot()).replace(b'"seq":5', b'"seq":' + b"9" * 5000),
-    log.encode(slot(body={"a": "x" * log.MAX_SLOT_BYTES})),
+    log.encode(slot()) + b" " * log.MAX_SLOT_BYTES,
 ]
+
+
+def test_a_slot_that_could_not_be_read_again_is_not_written() -> None:
+    fits = log.MAX_SLOT_BYTES - len(log.encode(slot(body={"a": ""})))
+    assert log.decode(log.encode(slot(body={"a": "x" * fits})), 5) == slot(body={"a": "x" * fits})
+    with pytest.raises(InputError, match=r"log slot 5 \(snapshot\) would have 4194305 bytes"):
+        log.encode(slot(body={"a": "x" * (fits + 1)}))
 
 
 @pytest.mark.parametrize("data", MANGLED, ids=lambda data: data[:40].decode("latin1"))

@@ -347,3 +347,33 @@ def test_an_object_that_cannot_be_deleted_does_not_keep_the_others() -> None:
             world.publication.collect()
     left = names(world.inner) - world.publication.reached()
     assert stuck[0] in left and len(left) < 12, "of some forty"
+
+
+# ---- size ------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_of_many_states_and_many_workers_can_be_read_again() -> None:
+    """500 finished groups that no batch was settled for, and 2,000 workers: a slot of more than 64 KiB."""
+    world = World()
+    world.publication.flushed.update({f"w{number}.{number:08x}": 1 for number in range(2000)})
+    states = {**STATES, **{f"group-{number}": b'{"draw":%d}' % number for number in range(500)}}
+    seq = world.publish(world.flush(opened("a")), states=states)
+    assert len(world.inner.get(f"log/{seq:012d}.json")) > 1 << 16
+    assert world.loaded(seq) == {"a": 0}
+    read = read_slot(world.inner, seq)
+    assert read is not None and load(world.inner, PlainLedgers(), Snapshot.from_slot(read.slot)).states == states
+
+
+def test_c7_more_garbage_than_one_list_may_name_goes_with_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recovery.publication.VICTIMS_MAX", WORTH_A_SLOT)
+    world = World(keep=1)
+    for i in range(20):
+        world.publish(world.flush(opened(f"c{i}")))
+    for i in range(20):
+        world.publication.ledger.drop(name(f"c{i}"))
+    for i in range(16):
+        world.publish(states={"job": b"%d" % i})
+        world.publication.collect()
+    assert not [key for key in names(world.inner) if key.startswith("seg/")]
+    lists = [json.loads(world.inner.get(key)) for key in names(world.inner) if key.startswith("gc/")]
+    assert lists and all(len(one) <= WORTH_A_SLOT for one in lists)
