@@ -196,8 +196,10 @@ async def capturing(
         await session.stop(last_snapshot=last_snapshot)
 
 
-def request_of(name: str, prompt_ids: Sequence[int], params: Any, draws: str = "position") -> Request:
-    """What RecoverableEngine makes of a request, under this `draws`."""
+def request_of(
+    name: str, prompt_ids: Sequence[int], params: Any, draws: str = "position", arguments: Sequence[str] = ()
+) -> Request:
+    """What RecoverableEngine makes of a request, under this `draws`. `arguments`: names of what else it has set."""
     sampling = surface.sampling_fields(params)
     drawn = (
         {"draws": {"scheme": SCHEME, "seed": params.seed}}
@@ -209,7 +211,7 @@ def request_of(name: str, prompt_ids: Sequence[int], params: Any, draws: str = "
         prompt_token_ids=np.asarray(prompt_ids, dtype=np.int32),
         sampling=sampling,
         extra=drawn,
-        restart_only=table.hindrance(sampling, drawn, frozenset(table.ABILITIES)),
+        restart_only=table.hindrance(sampling, [*drawn, *arguments], frozenset(table.ABILITIES)),
     )
 
 
@@ -222,9 +224,10 @@ async def put_cut(
     start: int,
     cut: int,
     draws: str = "position",
+    arguments: Sequence[str] = (),
 ) -> None:
     """Let a session capture tokens [start, cut) of a call, as if its consumer had been cut off exactly there."""
-    request = request_of(name, whole.prompt_token_ids, params, draws)
+    request = request_of(name, whole.prompt_token_ids, params, draws, arguments)
     call = await session.admit(request, surface.stop_rules(engine))
     assert call.n_tokens == start
     if cut > start:

@@ -35,7 +35,8 @@ from vllm_hooks.outputs import Assembly
 from vllm_hooks.position import Position
 from vllm_hooks.pull import Pulled, PullReader, can_pull
 
-ABOUT_GRAMMAR = ("reasoning_ended", "reasoning_parser_kwargs")
+_REASONING = "reasoning_parser_kwargs"
+ABOUT_GRAMMAR = ("reasoning_ended", _REASONING)
 """Arguments that the engine looks at for structured outputs alone; the server sends them with every chat."""
 
 REPLAYED_AT_ONCE = 16
@@ -64,6 +65,7 @@ class RecoverableEngine:
         self._session = session
         self._tokenizer = surface.tokenizer_of(engine)
         self._stop = session.unresumable.rules(surface.stop_rules(engine))
+        self._reasons = surface.reasons(engine)
         self._reader = PullReader(engine)
         self._adapters = Adapters()
         self._siblings: dict[str, list[str]] = {}
@@ -172,14 +174,15 @@ class RecoverableEngine:
             source_digest=digest,
         )
 
-    @staticmethod
-    def _set_of(params: Any, arguments: dict[str, Any]) -> list[str]:
+    def _set_of(self, params: Any, arguments: dict[str, Any]) -> list[str]:
         """What asks for something beside the sampling fields."""
         extra = params.extra_args or {}
-        about_grammar = () if params.structured_outputs is not None else ABOUT_GRAMMAR
         given = [
-            name for name, value in arguments.items() if value not in (None, 0, False, {}) and name not in about_grammar
+            name for name, value in arguments.items() if value not in (None, 0, False, {}) and name not in ABOUT_GRAMMAR
         ]
+        if params.structured_outputs is not None:
+            given += [name for name in ABOUT_GRAMMAR if arguments.get(name)]
+            given += [_REASONING] * self._reasons
         return [*given, *(name for name in extra if name.endswith("_transfer_params"))]
 
     async def _captured(

@@ -117,6 +117,11 @@ def stop_rules(engine: Any) -> StopRules:
     return StopRules(tuple(ids), int(config.max_model_len), abilities, blocked, thinking_end)
 
 
+def reasons(engine: Any) -> bool:
+    """Whether its grammars begin where reasoning ends, also for those who say nothing of it."""
+    return bool(engine.vllm_config.structured_outputs_config.reasoning_parser)
+
+
 def tokenizer_of(engine: Any) -> Any | None:
     """The engine's tokenizer, None with skip_tokenizer_init."""
     if engine.vllm_config.model_config.skip_tokenizer_init:
