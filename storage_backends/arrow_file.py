@@ -62,6 +62,9 @@ def write(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> tuple[bytes, 
     """One file of these batches, zstd level 3, and where they lie in it."""
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=3), use_threads=False)
+    header = (schema.metadata or {}).get(METADATA_KEY, b"")
+    if len(header) > HEADER_BYTES_MAX:
+        raise ValueError(f"a header of {len(header)} bytes could not be read again")
     with pa.ipc.new_file(sink, schema, options=options) as writer:
         for batch in batches:
             if batch.nbytes > BATCH_BYTES_MAX:
@@ -69,6 +72,12 @@ def write(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> tuple[bytes, 
             writer.write_batch(batch)
     data = sink.getvalue().to_pybytes()
     return data, split(data, "a file just written")
+
+
+def claimed_nbytes(data: bytes, parts: Parts) -> int:
+    """What the batches of a file that was just written claim to become."""
+    shapes = (_measured(data, frame, 1 << 62, "a file just written") for frame in parts.batches)
+    return sum(shape.nbytes for shape in shapes)
 
 
 def split(data: bytes, what: str) -> Parts:

@@ -66,15 +66,16 @@ def read_ended(text: str, where: Where) -> Ended:
 def history_text(history: tuple[Restore, ...] | None) -> str | None:
     if not history:
         return None if history is None else "[]"
-    return dump([_event(restore) for restore in history])
+    return f"[{','.join(map(_event_text, history))}]"
 
 
-def _event(restore: Restore) -> dict[str, Any]:
+@lru_cache(maxsize=4096)
+def _event_text(restore: Restore) -> str:
     match restore:
         case Resumed(at, snapshot, exactness):
-            return {"kind": "resume", "at": at, "snapshot": snapshot, "exactness": exactness}
+            return dump({"kind": "resume", "at": at, "snapshot": snapshot, "exactness": exactness})
         case Restarted(at, snapshot, reason):
-            return {"kind": "restart", "at": at, "snapshot": snapshot, "reason": reason}
+            return dump({"kind": "restart", "at": at, "snapshot": snapshot, "reason": reason})
 
 
 def read_history(text: str, where: Where) -> tuple[Restore, ...]:
