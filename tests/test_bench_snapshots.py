@@ -9,8 +9,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
+from bench import exact, store_restore
 from bench.__main__ import main
+from bench.jobs import Job
 from bench.kills_paced import FLUSH, Drop, Ours, Redo, drive
+from storage_backends import open_store
+from storage_backends.memory import MemoryStore
 
 
 def _document(tmp_path: Path, *command: str) -> dict[str, Any]:
@@ -62,3 +69,61 @@ def test_a_restore_is_beside_pyarrow_for_more_and_more_calls(tmp_path: Path) -> 
     (law,) = document["laws"]
     assert [len(points) for points in law["series"].values()] == [2, 2, 2, 2]
     assert figures["20"]["bytes"] > figures["10"]["bytes"] > 0
+
+
+def test_what_a_store_lacks_of_what_it_was_given_is_found_out() -> None:
+    job = Job(MemoryStore())
+    job.open([np.arange(3, dtype=np.int32)] * 2)
+    for number in range(2):
+        job.append(number, np.arange(4, dtype=np.int32), np.zeros(4, np.float32))
+    job.snapshot()
+    job.gives_back()
+    job.append(1, np.arange(1, dtype=np.int32), np.zeros(1, np.float32))
+    with pytest.raises(RuntimeError, match="does not give back what rollout-000001"):
+        job.gives_back()
+    before = job.store.list("ledger/")
+    job.snapshot()
+    job.gives_back()
+    (newest,) = set(job.store.list("ledger/")).difference(before)
+    del job.calls[0]
+    with pytest.raises(RuntimeError, match="2 calls of 1"):
+        job.gives_back()
+    job.store.delete(newest.key)
+    with pytest.raises(RuntimeError, match=r"passed over .*snapshot 4"):
+        job.gives_back()
+    job.close()
+
+
+def test_a_baseline_that_decodes_less_is_found_out(tmp_path: Path) -> None:
+    job = Job(open_store(tmp_path, create=True))
+    job.open([np.arange(3, dtype=np.int32)])
+    for _ in range(2):
+        job.append(0, np.arange(4, dtype=np.int32), np.zeros(4, np.float32))
+        job.snapshot()
+    job.close()
+    calls, keys = store_restore.restored(tmp_path), sorted(job.publication.ledger.segments_in_use())
+    store_restore.same_work(calls, store_restore.decode(tmp_path, keys, threads=False))
+    with pytest.raises(RuntimeError, match="brought back 8 tokens, pyarrow alone decoded 4"):
+        store_restore.same_work(calls, store_restore.decode(tmp_path, keys[1:], threads=False))
+    with pytest.raises(RuntimeError, match="brought back 0 tokens"):
+        store_restore.same_work([], store_restore.decode(tmp_path, keys, threads=False))
+
+
+def test_parts_that_were_not_taken_out_are_found_out() -> None:
+    group = exact.GROUPS["parts"]
+    exact.check_parts(group, [4, 2, 2])
+    for running in ([2, 2, 2], [0, 0, 0], [4, 4, 2]):
+        with pytest.raises(RuntimeError, match="not in, or not out"):
+            exact.check_parts(group, running)
+
+
+def test_an_end_that_was_handed_out_and_is_not_in_the_store_is_wrong() -> None:
+    method = Ours()
+    method.decoded({0: 16, 1: 16})
+    method.ended([0])
+    method.killed({1: 16})
+    assert method.wrong == 0
+    method._over.add(7)
+    method.killed({1: 16})
+    assert method.wrong == 1
+    method.close()

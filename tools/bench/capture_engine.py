@@ -59,6 +59,8 @@ def measure(report: Report, model: str, folder: Path | None, rng: np.random.Gene
                         processor[bool(at)].append(busy)
                         counted += [answer] if at else []
                 same = same and len(sums) == 1
+            if any(one["captured"] != n_calls * tokens for one in counted):
+                raise RuntimeError(f"not every token was captured: {counted}")
             over = ratios(seconds[True], seconds[False])
             speed = Spread.of([n_calls * tokens / each for each in seconds[False]])
             more = Spread.of(

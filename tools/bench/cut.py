@@ -60,6 +60,8 @@ def _cuts(report: Report) -> None:
             copies = [_copy(live) for _ in range(COPIES)]
             found = _percentiles(seconds)
             held = sum(call.n_pending for call in live)
+            if held != n_tokens // n_calls * n_calls:
+                raise RuntimeError(f"cuts of {n_tokens} tokens left {held} to the next")
             more = {"n": len(seconds), "tokens_after": held, "copy": Spread.of(copies).as_json()}
             report.figure("cut", f"{n_calls} calls, {n_tokens} tokens", {**found, **more})
             p99.setdefault(f"{n_calls:,} calls", []).append((n_tokens, 1e3 * found["p99"]))

@@ -145,6 +145,7 @@ def _compared(
     rounds = 2 if report.quick else report.rounds or group.rounds
     measured, sums, running = _measured(group, rounds, 8 if report.quick else group.tokens, folder, rng)
     report.figure("by way and round", key, {what: values.tolist() for what, values in measured.items()})
+    check_parts(group, running)
     found: dict[str, dict[str, Interval]] = {}
     rows: list[tuple[object, ...]] = []
     for ratio in group.ratios:
@@ -162,6 +163,15 @@ def _compared(
             if ratio.control.startswith("its parts"):
                 report.bound(f"{ratio.name}, core: high end", found[ratio.name]["core"].high, PLUG_IN_MAX)
     return rows
+
+
+def check_parts(group: Group, running: list[int]) -> None:
+    """Raises RuntimeError if ways with the plug-in's parts ran no more processors than those without: of nothing."""
+    there: dict[bool, list[int]] = {True: [], False: []}
+    for way, n in zip(group.ways, running, strict=True):
+        there[group.sides[way.engine].plug_in and way.parts].append(n)
+    if there[True] and there[False] and min(there[True]) <= max(there[False]):
+        raise RuntimeError(f"the plug-in's parts were not in, or not out: {running} processors ran, by way")
 
 
 def _measured(

@@ -278,6 +278,21 @@ class Job(Life[Workers]):
         self.workers.cut(_TIMEOUT_S)
         self.workers.wait(_TIMEOUT_S)
 
+    def gives_back(self) -> None:
+        """Raises RuntimeError unless the newest snapshot has all that every call was given, in as many calls: what
+        was measured would be of something else."""
+        chosen = newest(self.store, self.segments, ArrowLedgerCodec(), self.publication.log.tail)
+        for call in self.calls:
+            found = chosen.transcripts.get(call.call_id)
+            if (
+                found is None
+                or found.token_ids.tobytes() != call.transcript_ids.tobytes()
+                or found.logprobs.tobytes() != call.transcript_logprobs.tobytes()
+            ):
+                raise RuntimeError(f"the store does not give back what {call.request.rollout} was given")
+        if len(chosen.transcripts) != len(self.calls):
+            raise RuntimeError(f"the store has {len(chosen.transcripts)} calls of {len(self.calls)}")
+
     def close(self) -> None:
         for stager in self.workers.stagers:
             stager.close(wait=True)

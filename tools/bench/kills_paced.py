@@ -18,8 +18,8 @@ from typing import Protocol
 import numpy as np
 
 from bench.jobs import Job
-from bench.simulated import PROMPT, base_of, is_as_decoded, number_of, tokens_of
-from recovery.model import OPEN
+from bench.simulated import PROMPT, base_of, is_as_decoded, logprobs_of, number_of, tokens_of
+from recovery.model import ENDED
 from storage_backends.memory import MemoryStore
 
 STEP_S, RESTART_S, PREFILL, BLOCK, SLOTS = 0.03, 30.0, 5000.0, 16, 64
@@ -79,8 +79,10 @@ class Ours:
         self._at: dict[int, int] = {}
         self._flushed_at: dict[int, int] = {}
         self._snapshot_at = SNAPSHOT_S
+        self._over: set[int] = set()
         self.lost_tokens: list[int] = []
         self.wrong = 0
+        """Restored calls that are not what was decoded, and rows whose end was handed out and is not in the store."""
 
     def decoded(self, rows: dict[int, int]) -> None:
         longest = 0
@@ -91,7 +93,7 @@ class Ours:
             call = self._job.calls[self._number[row]]
             positions = np.arange(self._at[row], n_tokens)
             ids = tokens_of(np.array(base_of(call.call_id)), positions)
-            self._job.append(self._number[row], ids, np.zeros(len(ids), np.float32))
+            self._job.append(self._number[row], ids, logprobs_of(positions))
             self._at[row] = n_tokens
             longest = max(longest, n_tokens - self._flushed_at[row])
         if longest + BLOCK > FLUSH:
@@ -106,6 +108,7 @@ class Ours:
         for row in rows:
             self._job.calls[self._number[row]].end("stop", None)
             del self._at[row], self._flushed_at[row]
+        self._over.update(rows)
         self._flush()
 
     def tick(self, now: float) -> None:
@@ -118,11 +121,12 @@ class Ours:
         self._job = Job(self._store)
         found: dict[int, int] = {}
         self._number, self._at, self._flushed_at = {}, {}, {}
+        entries = list(self._job.publication.ledger)
+        over = {number_of(entry.identity.rollout) for entry in entries if entry.state == ENDED}
+        self.wrong += len(self._over ^ over)
         for call in self._job.restored.calls:
             row = number_of(call.entry.identity.rollout)
             self.wrong += not is_as_decoded(call)
-            if call.entry.state != OPEN:
-                continue
             self._number[row] = self._job.carry_on(call)
             found[row] = self._at[row] = self._flushed_at[row] = call.entry.n_tokens
         self.lost_tokens += [n_tokens - found.get(row, 0) for row, n_tokens in rows.items()]

@@ -17,7 +17,7 @@ import numpy as np
 from bench.corpus import load_corpus, model_logprobs
 from bench.measuring import Spread, paired, ratios, settle
 from bench.report import Law, Report, nbytes_text
-from bench.store_restore import decode, fill, restored, with_inputs
+from bench.store_restore import decode, fill, restored, same_work, with_inputs
 from storage_backends import open_store
 
 ABOUT = "seconds from opening a store to calls that can go on, for 1,000 to 100,000 calls, beside pyarrow alone"
@@ -42,6 +42,7 @@ def run(report: Report, parts: tuple[str, ...], folder: Path | None) -> None:
             store = Path(place) / str(calls)
             fill(store, corpus, logprobs, calls, chunks, rng).close()
             keys = sorted(item.key for item in open_store(store).list("seg/"))
+            same_work(restored(store), decode(store, keys, threads=True))
             ways: tuple[Callable[[], object], ...] = (
                 partial(restored, store),
                 partial(with_inputs, store),

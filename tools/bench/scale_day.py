@@ -94,6 +94,7 @@ class Seen:
     stored: list[int] = field(default_factory=list)
     objects: list[int] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
+    compactions: int = 0
     behind: int = 0
     lost: int = 0
     other: int = 0
@@ -153,7 +154,7 @@ class Day:
             self.seen.ledger_per_change.append(traffic.bytes_created["ledger"] / max(1, self._size.calls))
         else:
             self.seen.abandoned += 1
-        life.compact_now()
+        self.seen.compactions += life.compact_now() is not None
         self.seen.calls += life.store.take().calls
         if minute % 10 == 9:
             listed = self.memory.list("")
@@ -282,6 +283,7 @@ def measure(report: Report, size: Size) -> None:
         "snapshots abandoned": seen.abandoned,
         "lives": seen.kills + 1,
         "begun in vain": seen.unreached,
+        "rounds of compaction": seen.compactions,
         "calls ended": len(seen.ended),
         "coordinator, s": Spread.of(seen.seconds).as_json(),
         "restore, s": Spread.of(seen.restores).as_json(),
@@ -299,6 +301,7 @@ def measure(report: Report, size: Size) -> None:
         ("", ""),
         [
             ["snapshots published, abandoned", f"{seen.published:,}, {seen.abandoned:,}"],
+            ["rounds of compaction", f"{seen.compactions:,}"],
             ["kills survived, begun in vain", f"{seen.kills}, {seen.unreached}"],
             ["calls ended", f"{len(seen.ended):,}"],
             ["coordinator, s a snapshot", Spread.of(seen.seconds).text(2)],
@@ -315,6 +318,8 @@ def measure(report: Report, size: Size) -> None:
     report.bound("restored calls that are not what was decoded", seen.other, 0)
     report.bound("calls that ended twice", seen.ended_twice, 0)
     if not report.quick:
+        if not (seen.kills and seen.restores and seen.compactions):
+            raise RuntimeError(f"a day without a restore or a compaction shows nothing of them: {figures}")
         report.bound("ledger bytes a changed call and minute, over the day", ledger, LEDGER_NBYTES_MAX)
     numbers = range(1, len(seen.stored) + 1)
     nbytes = [(k / 6, n / 1e6) for k, n in zip(numbers, seen.stored, strict=True)]

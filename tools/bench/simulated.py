@@ -4,7 +4,8 @@ Owns: the calls of each simulated worker, their tokens, and the segments that a 
 Does not know: the coordinator, the ledger, the log, retention: those are the real ones (jobs.Life).
 
 Invariants:
-1. A call's tokens are a function of its id and the position: what comes back after any crash can be compared.
+1. A call's tokens are a function of its id and the position, its logprobs of the position: what comes back after any
+   crash can be compared.
 2. Segments are the product's own, encoded and stored as a worker stores them, one for each worker and cut.
 3. What a worker handed over is kept until it is published: a segment that does not read back is stored again.
 """
@@ -34,6 +35,12 @@ def tokens_of(bases: Array, positions: Array) -> Array:
     """Invariant 1."""
     tokens: Array = ((bases + _STEP * positions) % _VOCABULARY).astype(np.int32)
     return tokens
+
+
+def logprobs_of(positions: Array) -> Array:
+    """Of the tokens at these positions."""
+    logprobs: Array = (-(positions % 64) / 64).astype(np.float32)
+    return logprobs
 
 
 def base_of(call_id: CallId) -> int:
@@ -148,7 +155,7 @@ class Worker:
             "starts": starts,
             "token_ids": tokens_of(np.repeat(self._bases[rows], counts), positions),
             "token_at": at,
-            "logprobs": (-(positions % 64) / 64).astype(np.float32),
+            "logprobs": logprobs_of(positions),
             "logprob_at": at,
             "mask": np.ones(at[-1], np.bool_),
             "mask_at": at,
@@ -279,6 +286,6 @@ def number_of(rollout: str) -> int:
 
 def is_as_decoded(call: RestoredCall) -> bool:
     """Invariant 1."""
-    found = call.transcript.token_ids
-    expected = tokens_of(np.array(base_of(call.entry.call_id)), np.arange(len(found)))
-    return bool(np.array_equal(found, expected))
+    found, positions = call.transcript, np.arange(call.n_tokens)
+    expected = tokens_of(np.array(base_of(call.entry.call_id)), positions)
+    return np.array_equal(found.token_ids, expected) and np.array_equal(found.logprobs, logprobs_of(positions))

@@ -98,7 +98,8 @@ class _Run:
             f"full copies at {size.copies} of them"
         )
         at = set(np.linspace(2, size.snapshots, size.copies).astype(int).tolist())
-        job = Job(ours, n_workers=2, compact=Limits())
+        limits = Limits(pieces=3) if self._report.quick else Limits()  # few snapshots leave few pieces
+        job = Job(ours, n_workers=2, compact=limits)
         job.open(self._corpus.spans(self._rng, size.calls, PROMPT))
         few = [(np.arange(9, dtype=np.int32), np.zeros(9, np.float32))]
         self._copy(few, 0, copies, folder, 0, folders=folders)  # a library's first time is not counted
@@ -116,7 +117,10 @@ class _Run:
                 compacted += round_[1].nbytes
             if k in at:
                 self._copy(whole, total, copies, folder, k, folders=folders)
+        job.gives_back()
         job.close()
+        if not compacted:
+            raise RuntimeError("nothing was compacted beside the snapshots")
         self._say(compacted)
 
     def _decode(self, job: Job, whole: Calls) -> Calls:
@@ -178,7 +182,8 @@ class _Run:
             cheapest = [min(slope[what] for name, slope in slopes.items() if name != OURS) for what in (0, 1)]
             for what, unit in enumerate(("bytes", "time")):
                 label = f"slope of {unit} over that of the cheapest full copy, {place}"
-                report.bound(label, max(0.0, slopes[OURS][what]) / cheapest[what], SHARE_MAX)
+                share = max(0.0, slopes[OURS][what]) / cheapest[what] if cheapest[what] > 0 else float("inf")
+                report.bound(label, share, SHARE_MAX)
         per_snapshot = size.calls * size.tokens
         for title, column, scale in (("MB of snapshot k", 1, 1e6), ("s of snapshot k", 2, 1.0)):
             series = {

@@ -38,6 +38,7 @@ def measure(
         for number, ids in enumerate(corpus.spans(rng, calls, TOKENS)):
             job.append(number, ids, logprobs[:TOKENS])
         most = max(most, job.snapshot().traffic.n_objects)
+    job.gives_back()
     job.close()
     listed = store.list("")
     kinds = Counter(item.key.partition("/")[0] for item in listed)

@@ -88,6 +88,7 @@ def fill(
         job.flush()
         job.snapshot()
         first += length
+    job.gives_back()
     return job
 
 
@@ -96,8 +97,10 @@ def _compact(job: Job) -> None:
     while job.compact_now() is not None:
         job.snapshot()
     assert job.compactor is not None
-    if job.compactor.counters.failures:
-        raise RuntimeError(f"compaction failed: {job.compactor.counters.error}")
+    counters = job.compactor.counters
+    if counters.failures or not counters.rounds:
+        raise RuntimeError(f"compaction failed, or never ran: {counters.error}")
+    job.gives_back()
 
 
 def _measure_one(
@@ -112,6 +115,7 @@ def _measure_one(
         "pyarrow": lambda: decode(folder, keys, threads=True),
         "pyarrow, one thread": lambda: decode(folder, keys, threads=False),
     }
+    same_work(restored(folder), decode(folder, keys, threads=True))
     wall, processor = paired(ways, rounds, rng)
     faster = [min(pair) for pair in zip(wall["pyarrow"], wall["pyarrow, one thread"], strict=True)]
     over_default, over_faster = ratios(wall["restore"], wall["pyarrow"]), ratios(wall["restore"], faster)
@@ -165,6 +169,14 @@ def with_inputs(folder: Path) -> list[tuple[RestoredCall, Int32Array]]:
         transcript = call.transcript
         made.append((call, np.concatenate([transcript.request.prompt_token_ids, transcript.token_ids])))
     return made
+
+
+def same_work(calls: list[RestoredCall], batches: list[pa.RecordBatch]) -> None:
+    """Raises RuntimeError unless the baseline decoded at least every token that the restore brought back."""
+    of_restore = sum(call.n_tokens for call in calls)
+    of_baseline = sum(len(batch.column("token_ids").flatten()) for batch in batches)
+    if not 0 < of_restore <= of_baseline:
+        raise RuntimeError(f"the restore brought back {of_restore} tokens, pyarrow alone decoded {of_baseline}")
 
 
 def decode(folder: Path, keys: list[str], *, threads: bool) -> list[pa.RecordBatch]:
