@@ -441,13 +441,32 @@ async def test_a_forgotten_attempt_is_nobodys_while_the_store_has_it(tmp_path: P
                 refused = await Client(one.app, ASK, x_attempt_id="a", authorization=f"Bearer {key}").answer()
                 assert (refused.status, refused.code) == (409, "attempt_just_forgotten")
                 assert refused.headers["x-should-retry"] == "true"
-        RecoverySession.want_snapshot(one.session, *wanted)
+        RecoverySession.want_snapshot(one.session, wanted[0])
         while not one.session.counters.snapshots:
             await asyncio.sleep(0.001)
         assert one.session.stored.entries() == [], "it was younger than any snapshot, and is in none"
         again = await Client(one.app, ASK, x_attempt_id="a", authorization="Bearer bob").answer()
         assert again.status == 200 and len(again.tokens) == len(first.tokens)
         assert one.attempts.is_owned("a", "bob")
+
+
+@on_loop
+async def test_one_that_was_idle_for_long_and_is_asked_for_again_gets_one_answer_and_keeps_it(tmp_path: Path) -> None:
+    """It ended, was forgotten before any snapshot had it, and its client asks at once: the answer is the call's own."""
+    async with served(tmp_path / "s", keep=1) as one:
+        one.captured.allow(100)
+        for name in "ab":
+            await Client(one.app, {**ASK, "prompt": [ord(name)]}, x_attempt_id=name).answer()
+        again = {**ASK, "prompt": [ord("a")]}
+        refused = await Client(one.app, again, x_attempt_id="a").answer()
+        assert (refused.status, refused.code) == (409, "attempt_just_forgotten")
+        while (answer := await Client(one.app, again, x_attempt_id="a").answer()).status == 409:
+            await asyncio.sleep(0.001)  # a snapshot is taken without anybody's asking for one
+        assert answer.tokens == list(range(6)) and not one.attempts._forgotten.get("a")
+    async with served(tmp_path / "s", keep=1) as two:
+        assert two.attempts.describe("a")["state"] == "ended"
+        assert (await Client(two.app, again, x_attempt_id="a").answer()).tokens == list(range(6))
+        assert two.session.counters.tokens_captured == 0
 
 
 @on_loop

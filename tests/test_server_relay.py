@@ -135,18 +135,26 @@ async def test_a_process_that_captures_no_more_is_an_error_of_its_own(tmp_path: 
         assert client.tokens == [0] and not client.over
 
 
-def test_of_the_processes_of_one_launcher_the_first_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plug-in in two processes, as vLLM puts it in: the second has no session, and hands on."""
+@pytest.mark.parametrize(("shutdown_timeout", "warned"), [(0, True), (29, True), (30, False)])
+def test_of_the_processes_of_one_launcher_the_first_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shutdown_timeout: int, warned: bool
+) -> None:
+    """The plug-in in two processes, as vLLM puts it in: the second has no session, and hands on.
+
+    If the launcher would kill them before the last snapshot, the first says so at its start.
+    """
     store = f"rollout_checkpointing.store={tmp_path / 'store'}"
     monkeypatch.setenv(server_plugin.SET, f"rollout_checkpointing.enabled=true {store}")
     args = SimpleNamespace(chat_template=None)
 
-    async def plugged_in(rank: int) -> tuple[RecoveryEndpoints, Any]:
+    async def plugged_in(rank: int, shutdown_timeout: int) -> tuple[RecoveryEndpoints, Any]:
         layers: list[Any] = []
         plugin = RecoveryEndpoints()
         plugin.attach_router(SimpleNamespace(add_middleware=layers.append))
         processes = SimpleNamespace(_api_process_rank=rank, _api_process_count=2)
-        client = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=processes))
+        client = SimpleNamespace(
+            vllm_config=SimpleNamespace(parallel_config=processes, shutdown_timeout=shutdown_timeout)
+        )
         state = SimpleNamespace(openai_serving_chat=SimpleNamespace(engine_client=client))
         await plugin.init_state(client, state, args)
         assert (state.openai_serving_chat.engine_client is client) == (rank > 0)
@@ -160,10 +168,12 @@ def test_of_the_processes_of_one_launcher_the_first_captures(tmp_path: Path, mon
 
             said: list[str] = []
             monkeypatch.setattr(server_plugin._log, "info", lambda form, *values: said.append(form % values))
+            warnings: list[str] = []
+            monkeypatch.setattr(server_plugin._log, "warning", lambda form, *values: warnings.append(form % values))
             monkeypatch.setattr(server_plugin, "open_session", opened)
             monkeypatch.setattr(server_plugin, "RecoverableEngine", lambda *_, **__: one.captured)
-            second, make_second = await plugged_in(1)
-            first, make_first = await plugged_in(0)
+            second, make_second = await plugged_in(1, 0)
+            first, make_first = await plugged_in(0, shutdown_timeout)
             first_layer, second_layer = make_first(one._handler), make_second(one._handler)
             one.engine = AttemptEngine(None, one.captured, one, first.attempts.records)
             early = await Client(second_layer, ASK, x_attempt_id="a").answer()
@@ -174,6 +184,9 @@ def test_of_the_processes_of_one_launcher_the_first_captures(tmp_path: Path, mon
             assert first.attempts.describe("a")["state"] == "ended"
             assert not hasattr(second, "session")
             assert len(said) == 2 and said[0].startswith(str(tmp_path / "store")) and "nothing to continue" in said[1]
+            assert [f"--shutdown-timeout ({shutdown_timeout} s); give it 30" in one for one in warnings] == [
+                True
+            ] * warned
             await first.stop()
 
     with tempfile.TemporaryDirectory() as folder:

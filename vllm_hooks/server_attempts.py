@@ -51,7 +51,7 @@ class Attempts:
         self.records: dict[str, str] = {}
         """By the names of calls that are being asked for; see RecoverySession.source_digests."""
         self._forgotten: dict[str, int] = {}
-        """What owners had forgotten and the store may still have, with the first cut that is without it."""
+        """What was forgotten and the store may still have, with the first cut that is without it; oldest first."""
         session.on_left = self._note
         self._do(self._book.restore(self._stored()))
 
@@ -120,23 +120,27 @@ class Attempts:
                 case End(connection=number):
                     self._connections[number].ended.set()
                 case Forget(attempt=attempt):
-                    for call_id in self._calls.pop(attempt, ()):
+                    calls = self._calls.pop(attempt, {})
+                    for call_id in calls:
                         self._session.forget(call_id)
+                    if calls:
+                        self._forgotten[attempt] = self._session.stored.next_cut
 
     def _is_just_forgotten(self, attempt: str) -> bool:
-        """Until a snapshot without it is published: who asks would be told its answer, and a crash bring it back."""
+        """Until a snapshot without it is published: who asks would be told its answer, and a crash bring it back; and
+        what is generated meanwhile would be a second answer to a call that has one."""
+        stored = self._session.stored
+        while self._forgotten and stored.is_said(next(iter(self._forgotten.values()))):
+            del self._forgotten[next(iter(self._forgotten))]
         if attempt not in self._forgotten:
             return False
-        if self._session.stored.is_said(self._forgotten[attempt]):
-            del self._forgotten[attempt]
-            return False
+        self._session.want_snapshot("forget")  # nobody has asked for one if it was only idle for long
         return True
 
     def forget(self, attempt: str) -> bool:
         """Whether it could be forgotten: it is known, and has no connection."""
         effects = self._book.forget(attempt)
         if effects:
-            self._forgotten[attempt] = self._session.stored.next_cut
             self._session.want_snapshot("forget")
         self._do(effects)
         return bool(effects)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import shlex
 from collections.abc import Mapping
 from os import environ
@@ -36,6 +37,9 @@ CONFIG = "PREFIX_RECOVERY_CONFIG"
 """Path of a YAML file with the block `rollout_checkpointing`."""
 SET = "PREFIX_RECOVERY_SET"
 """Overrides, `a.b=c`, quoted and separated as a shell does."""
+
+_ENDING_S = 10
+"""What ends before the last snapshot: the engine, and the connections."""
 
 _log = logging.getLogger("vllm.prefix_recovery")
 """Below vLLM's own: it goes where the server's lines go."""
@@ -92,6 +96,8 @@ class RecoveryEndpoints:
             socket_path()  # raises here, and not when the first request comes
         if not self._captures:
             return
+        if self._n_processes > 1 and (too_short := _too_short(engine_client, self._config)):
+            _log.warning("%s", too_short)
         _log.info("%s: self-test of the engine, restore", self._config.store)
         self.session = await open_session(engine_client, self._config, must=fields_of(args))
         _log.info("%s", _opened(self.session))
@@ -123,6 +129,17 @@ class RecoveryEndpoints:
             self._relay.close()
         if self._end is not None:
             await self._end.finish()
+
+
+def _too_short(engine_client: Any, config: CheckpointingConfig) -> str:
+    """What a signal will cost where vLLM kills its own processes before the last snapshot is taken; else empty."""
+    given, wanted = engine_client.vllm_config.shutdown_timeout, math.ceil(config.grace_s) + _ENDING_S
+    if given >= wanted:
+        return ""
+    return (
+        f"SIGTERM will be a kill, and cost the newest tokens of each message: with several API server processes vLLM "
+        f"ends them after --shutdown-timeout ({given} s); give it {wanted} or more"
+    )
 
 
 def _opened(session: RecoverySession) -> str:
