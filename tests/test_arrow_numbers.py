@@ -87,6 +87,31 @@ def test_each_batch_counts_from_its_own_first_row() -> None:
     assert later.call_ids == [row.call_id for row in whole]
 
 
+@pytest.mark.parametrize("group_nbytes", [1, 5000, arrow_file.GROUP_BYTES])
+@pytest.mark.parametrize("chunks_per_batch", [1, 6, arrow_ledger.CHUNKS_PER_BATCH])
+def test_batches_that_chunks_close_and_groups_that_bytes_close_are_read_as_one(
+    chunks_per_batch: int, group_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where some rows alone list more chunks than a batch should, and some none."""
+    monkeypatch.setattr(arrow_ledger, "CHUNKS_PER_BATCH", chunks_per_batch)
+    monkeypatch.setattr(arrow_file, "GROUP_BYTES", group_nbytes)
+    counts = [0, 3, 2, 9, 0, 0, 1, 6, 6, 0, 12, 1, 1, 1, 1, 1, 1, 0]
+    some = [sample_rows(len(counts), count)[at] for at, count in enumerate(counts)]
+    rows = [replace(row, call_id=one.call_id) for row, one in zip(some, wholes(len(some)), strict=True)]
+    rows[5] = of_model_call(rows[5], 2)
+    numbers = list(range(len(rows) + 1, 1, -1))
+    data = ArrowLedgerCodec(rows_per_batch=5).encode(HEADER, numbered(rows, numbers))
+    n_batches = {1: 15, 6: 8}.get(chunks_per_batch, 4)
+    assert pa.ipc.open_file(data).num_record_batches == n_batches
+    _, read = CODEC.decode(data, names())
+    assert read == rows and read.numbers == numbers
+
+
+def of_model_call(row: LedgerRow, model_call: int) -> LedgerRow:
+    assert row.identity is not None
+    return replace(row, identity=row.identity._replace(model_call=model_call, parent=CallId(b"p" * 16)))
+
+
 def test_without_a_number_an_object_is_what_it_was() -> None:
     data = CODEC.encode(HEADER, numbered(sample_rows(), [0, 0, 0]))
     assert b"call-numbers" not in data and b"versions" not in data
