@@ -22,7 +22,7 @@ from typing import Any
 
 from recovery import layout
 from recovery.codec import canonical_json, sha256_hex
-from recovery.errors import Damaged, DigestMismatch, RecoveryError
+from recovery.errors import Damaged, DigestMismatch, RecoveryError, SnapshotAbandoned
 from recovery.ledger import Ledger
 from recovery.ledger_writer import LedgerWriter, PendingLedger
 from recovery.log import Slot
@@ -31,7 +31,7 @@ from recovery.pins import Pinned
 from recovery.ports import Entropy, LedgerCodec, ObjectStore, SegmentCodec
 from recovery.retention import Retention
 from recovery.slots import SlotLog
-from recovery.snapshots import Loaded, ObjectRef, get_object, put_object
+from recovery.snapshots import MAX_JSON_BYTES, Loaded, ObjectRef, get_object, put_object
 from recovery.staging import Staged, coordinates_of
 
 WORTH_A_SLOT = 16
@@ -128,6 +128,12 @@ class Publication:
 
     def record(self, states: Mapping[str, bytes]) -> Draft:
         """Write the ledger object and those states that changed."""
+        for name, data in states.items():
+            if len(data) > MAX_JSON_BYTES:
+                raise SnapshotAbandoned(
+                    f"the state {name!r} has {len(data)} bytes; at most {MAX_JSON_BYTES} can be read again",
+                    hint="have who gives it keep less: snapshots go on when it does",
+                )
         flushed = dict(self.flushed)
         pending = self.writer.write(flushed)
         refs: dict[str, ObjectRef] = {}

@@ -37,7 +37,8 @@ WRITER = "prefix-recovery 0.1.0"
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 MAX_OBJECT_BYTES = 4 << 30
-MAX_JSON_BYTES, MAX_MARK_BYTES = 64 << 20, 64 << 10
+MAX_JSON_BYTES, MAX_MARK_BYTES = 1 << 30, 64 << 10
+"""A finished group of 64 samples of 40,000 tokens is a state of more than 64 MiB."""
 DEPTH_MAX = 256
 """What a reader accepts; writers stay below (rotation.MAX_DEPTH)."""
 

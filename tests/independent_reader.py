@@ -30,7 +30,7 @@ OBJECTS = {
     "state": re.compile(r"state/e\d{6,}/[a-z0-9._-]+-[0-9a-f]{16}\.json"),
     "gc": re.compile(r"gc/e\d{6,}/[0-9a-f]{16}\.json"),
 }
-MARK_LIMIT, SLOT_LIMIT, JSON_LIMIT = 64 << 10, 4 << 20, 64 << 20
+MARK_LIMIT, SLOT_LIMIT, JSON_LIMIT = 64 << 10, 4 << 20, 1 << 30
 ARROW_LIMIT, TOKEN_LIMIT, DEPTH_LIMIT = 4 << 30, 1 << 20, 256
 LEDGER = (
     "call_id: fixed_size_binary[16], attempt: uint32, state: uint8, n_tokens: uint32, kept: uint32, "

@@ -19,6 +19,7 @@ from recovery.errors import (
     Fenced,
     ObjectMissing,
     OutcomeUnknown,
+    SnapshotAbandoned,
     StoreFull,
     StoreUnavailable,
 )
@@ -377,3 +378,23 @@ def test_c7_more_garbage_than_one_list_may_name_goes_with_the_next_ones(monkeypa
     assert not [key for key in names(world.inner) if key.startswith("seg/")]
     lists = [json.loads(world.inner.get(key)) for key in names(world.inner) if key.startswith("gc/")]
     assert lists and all(len(one) <= WORTH_A_SLOT for one in lists)
+
+
+def test_a_state_of_more_than_64_mib_can_be_read_again() -> None:
+    """A finished group of many long samples."""
+    world = World()
+    states = {**STATES, "group-1": b'{"draw":0}' + b" " * (64 << 20)}
+    seq = world.publish(world.flush(opened("a")), states=states)
+    read = read_slot(world.inner, seq)
+    assert read is not None and load(world.inner, PlainLedgers(), Snapshot.from_slot(read.slot)).states == states
+
+
+def test_a_state_that_could_not_be_read_again_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    seq = world.publish(world.flush(opened("a")))
+    monkeypatch.setattr("recovery.publication.MAX_JSON_BYTES", 100)
+    world.flush(opened("b"))
+    with pytest.raises(SnapshotAbandoned, match="'group-1' has 101 bytes; at most 100 can be read"):
+        world.publish(states={**STATES, "group-1": b"x" * 101})
+    assert world.loaded(seq) == {"a": 0}
+    assert world.loaded(world.publish(states={**STATES, "group-1": b"x" * 100})) == {"a": 0, "b": 0}
