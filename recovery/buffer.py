@@ -6,7 +6,8 @@ Does not know: the event loop, the store, other calls (calls.py), how runs becom
 Invariants:
 1. `append` and `freeze` are synchronous and touch only this buffer, so a caller on one event loop sees either all
    of an engine output or none of it: never a token without its logprob.
-2. `freeze` swaps lists and copies nothing: its cost does not depend on how many tokens are held.
+2. `freeze` hands over bounds and copies nothing: its cost does not depend on how many tokens are held. Tokens are held
+   once: in the call's two arrays, which only grow.
 3. A frozen run is never touched again. Successive runs are contiguous and no run spans two policy versions.
 4. A run has the same wide columns from its first token to its last, and never more than a chunk may have. What
    `append` is given is copied there and then: the caller may use its arrays again.
@@ -14,8 +15,10 @@ Invariants:
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -66,40 +69,51 @@ Columns = Mapping[str, Array] | Rows | None
 
 @dataclass(slots=True)
 class Run:
-    """Tokens [start, start + len(token_ids)) under one version; `logprobs` is None or as long as `token_ids`.
+    """Tokens [start, stop) of a call under one version, all with logprobs or all without.
 
-    `columns`: the bytes of each of the wide columns `wide`, in this machine's order, row by row. With them a run has at
-    most `room` tokens.
+    They lie in the call's own arrays, which go on being extended. `columns`: the bytes of each of the wide columns
+    `wide`, in this machine's order, row by row. With them a run has at most `room` tokens.
     """
 
     call_id: CallId
     attempt: int
     start: int
+    stop: int
     version: PolicyVersion
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = None
+    of_ids: array[int]
+    of_logprobs: array[float]
+    has_logprobs: bool = True
     wide: tuple[WideColumn, ...] = ()
     columns: tuple[bytearray, ...] = ()
     room: int = MAX_TOKENS_PER_CHUNK
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
     @property
-    def stop(self) -> int:
-        return self.start + len(self.token_ids)
+    def token_ids(self) -> array[int]:
+        """A copy, int32."""
+        return self.of_ids[self.start : self.stop]
+
+    @property
+    def logprobs(self) -> array[float] | None:
+        """A copy, float32."""
+        return self.of_logprobs[self.start : self.stop] if self.has_logprobs else None
 
     def arrays(self, *, copy: bool = False) -> dict[str, Array]:
         """The wide columns by name. Without a copy the run takes no more tokens."""
-        return _arrays(len(self.token_ids), self.wide, map(bytes, self.columns) if copy else self.columns)
+        return _arrays(len(self), self.wide, map(bytes, self.columns) if copy else self.columns)
 
     def to_chunk(self) -> Chunk:
         """The run as arrays. Costs O(tokens): called off the event loop."""
-        n = len(self.token_ids)
+        logprobs = self.logprobs
         return Chunk(
             call_id=self.call_id,
             attempt=self.attempt,
             start=self.start,
-            token_ids=np.asarray(self.token_ids, dtype=np.int32),
-            logprobs=None if self.logprobs is None else np.asarray(self.logprobs, dtype=np.float32),
-            mask=np.ones(n, dtype=np.bool_),
+            token_ids=np.frombuffer(self.token_ids, np.int32),
+            logprobs=None if logprobs is None else np.frombuffer(logprobs, np.float32),
+            mask=np.ones(len(self), dtype=np.bool_),
             version=self.version,
             columns=self.arrays(),
         )
@@ -110,26 +124,33 @@ _NONE: Sequence[Run] = ()
 
 
 class TokenBuffer:
-    """Unfrozen tokens of one attempt of one call, from position `start` on."""
+    """The tokens of one attempt of one call, a restored prefix included, and which of them no freeze has taken.
 
-    __slots__ = ("_attempt", "_call_id", "_end", "_n_pending", "_runs")
+    `token_ids` (int32) and `logprobs` (float32, NaN for none) only ever grow, so that another thread may read runs of
+    them. `spans`: (start, version), where each policy version begins; the last goes on.
+    """
 
-    def __init__(self, call_id: CallId, attempt: int, start: int = 0) -> None:
+    __slots__ = ("_attempt", "_call_id", "_runs", "end", "logprobs", "n_pending", "spans", "token_ids")
+
+    def __init__(
+        self,
+        call_id: CallId,
+        attempt: int,
+        token_ids: Iterable[int] = (),
+        logprobs: Iterable[float] = (),
+        spans: Iterable[tuple[int, PolicyVersion]] = (),
+    ) -> None:
+        """Those given are the prefix: stored already."""
         self._call_id = call_id
         self._attempt = attempt
-        self._end = start
-        self._n_pending = 0
-        self._runs: Sequence[Run] = _NONE
-
-    @property
-    def end(self) -> int:
-        """Tokens of the call so far, frozen ones included."""
-        return self._end
-
-    @property
-    def n_pending(self) -> int:
+        self.token_ids = array("i", token_ids)
+        self.logprobs = array("f", logprobs)
+        self.spans = list(spans)
+        self.end = len(self.token_ids)
+        """Tokens so far. Below the length of `token_ids` only while they are appended again."""
+        self.n_pending = 0
         """Tokens that the next freeze would take."""
-        return self._n_pending
+        self._runs: Sequence[Run] = _NONE
 
     def append(
         self,
@@ -137,16 +158,15 @@ class TokenBuffer:
         logprobs: Sequence[float] | None,
         version: PolicyVersion,
         columns: Columns = None,
-    ) -> None:
-        """Add what one engine output carried.
+    ) -> int:
+        """Add what one engine output carried. Returns `n_pending`.
 
-        Raises ValueError or TypeError, changing nothing, if it is not one run.
+        Raises ValueError, TypeError or OverflowError, changing nothing, if it is not one run of what can be stored.
         """
         n = len(token_ids)
-        if logprobs is not None and len(logprobs) != n:
-            raise ValueError(f"{n} tokens came with {len(logprobs)} logprobs")
-        if n > MAX_TOKENS_PER_CHUNK:
-            raise ValueError(f"one output carried {n} tokens; at most {MAX_TOKENS_PER_CHUNK} fit in a chunk")
+        has_logprobs = logprobs is not None
+        if has_logprobs and len(logprobs) != n:  # type: ignore[arg-type]
+            raise ValueError(f"{n} tokens came with {len(logprobs)} logprobs")  # type: ignore[arg-type]
         wide: tuple[WideColumn, ...] = ()
         values: tuple[bytes, ...] = ()
         if columns:
@@ -154,30 +174,67 @@ class TokenBuffer:
             if n_rows != n:
                 raise ValueError(f"{n} tokens came with {n_rows} rows of wide columns")
         if n == 0:
-            return
-        run = self._runs[-1] if self._runs else None
-        # Identity first: versions are compared for every token, and are the same object as long as they are the same.
+            return self.n_pending
+        run, first = self._runs[-1] if self._runs else None, self.end
+        # By identity: this is done for every token, and what is the same is mostly the same object.
         if (
             run is None
-            or (run.version is not version and run.version != version)
-            or (run.logprobs is None) != (logprobs is None)
-            or len(run.token_ids) + n > run.room
-            or run.wide != wide
+            or run.version is not version
+            or run.has_logprobs is not has_logprobs
+            or run.wide is not wide
+            or first + n - run.start > run.room
         ):
-            if n > (room := tokens_max(wide)):
-                raise ValueError(f"one output carried {n} tokens; at most {room} with these columns fit in a chunk")
-            given: list[float] | None = None if logprobs is None else []
-            empty = tuple(bytearray() for _ in wide)
-            run = Run(self._call_id, self._attempt, self._end, version, [], given, wide, empty, room)
-            self._runs = [*self._runs, run]
-        run.token_ids.extend(token_ids)
-        if logprobs is not None and run.logprobs is not None:
-            run.logprobs.extend(logprobs)
-        if wide:
-            for at, rows in enumerate(values):
-                run.columns[at].extend(rows)
-        self._end += n
-        self._n_pending += n
+            run = self._run_for(n, has_logprobs, version, wide)
+        if first == len(self.token_ids):
+            self._extend(token_ids, logprobs, n)
+        if run.stop == run.start:
+            self._begin(run)
+        self.end = run.stop = first + n
+        self.n_pending += n
+        for at, rows in enumerate(values):
+            held = run.columns[at]
+            held += rows
+        return self.n_pending
+
+    def _extend(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, n: int) -> None:
+        try:
+            if n == 1:
+                self.token_ids.append(token_ids[0])
+                self.logprobs.append(math.nan if logprobs is None else logprobs[0])
+            else:
+                self.token_ids.extend(token_ids)
+                self.logprobs.extend([math.nan] * n if logprobs is None else logprobs)
+        except BaseException:
+            del self.token_ids[self.end :], self.logprobs[self.end :]
+            raise
+
+    def _run_for(self, n: int, has_logprobs: bool, version: PolicyVersion, wide: tuple[WideColumn, ...]) -> Run:
+        """The run that is under way, if `n` such tokens can be of it, or else a new one, which has none yet."""
+        run = self._runs[-1] if self._runs else None
+        if (
+            run is not None
+            and run.version == version
+            and run.has_logprobs == has_logprobs
+            and run.wide == wide
+            and len(run) + n <= run.room
+        ):
+            return run
+        if n > (room := tokens_max(wide)):
+            with_these = " with these columns" if wide else ""
+            raise ValueError(f"one output carried {n} tokens; at most {room}{with_these} fit in a chunk")
+        empty = tuple(bytearray() for _ in wide)
+        own = (self.token_ids, self.logprobs)
+        return Run(self._call_id, self._attempt, self.end, self.end, version, *own, has_logprobs, wide, empty, room)
+
+    def _begin(self, run: Run) -> None:
+        self._runs = [*self._runs, run]
+        start, before = self.spans[-1] if self.spans else (-1, None)
+        if before != run.version and run.start > start:
+            self.spans.append((run.start, run.version))
+
+    def rewind(self, first: int) -> None:
+        """All tokens from `first` on are to be stored again, and are appended again for that: none is added twice."""
+        self.end, self.n_pending, self._runs = first, 0, _NONE
 
     @property
     def pending(self) -> Sequence[Run]:
@@ -185,9 +242,9 @@ class TokenBuffer:
         return self._runs
 
     def freeze(self) -> Sequence[Run]:
-        """Everything appended since the last freeze; the buffer is empty afterwards."""
+        """Everything appended since the last freeze; the buffer holds none of it afterwards. No token is copied."""
         frozen, self._runs = self._runs, _NONE
-        self._n_pending = 0
+        self.n_pending = 0
         return frozen
 
 

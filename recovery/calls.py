@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -52,7 +51,6 @@ class LiveCall:
         "_ended",
         "_kept",
         "_opened",
-        "_spans",
         "_table",
         "attempt",
         "call_id",
@@ -69,11 +67,7 @@ class LiveCall:
         self.request = request
         self.call_id = call_id
         self.attempt = attempt
-        self.transcript_ids = array("i")
-        self.transcript_logprobs = array("f")
-        self._spans: list[tuple[int, PolicyVersion]] = []
-        """Where each version begins; the last goes on."""
-        self._buffer = TokenBuffer(call_id, attempt)
+        self._fill(TokenBuffer(call_id, attempt))
         self._kept = KeptColumns()
         self._opened: Opened | None = None
         self._ended: Ended | None = None
@@ -82,6 +76,10 @@ class LiveCall:
         """A caller's stream is attached; False after an abort or error, until the same request comes again."""
         self.settled = False
         """Its end is in a published snapshot."""
+
+    def _fill(self, buffer: TokenBuffer) -> None:
+        self._buffer = buffer
+        self.transcript_ids, self.transcript_logprobs = buffer.token_ids, buffer.logprobs
 
     @property
     def n_tokens(self) -> int:
@@ -94,8 +92,9 @@ class LiveCall:
     @property
     def version_spans(self) -> list[tuple[int, int, PolicyVersion]]:
         """(start, end, version), contiguous over the transcript; a version is never changed afterwards."""
-        ends = [start for start, _ in self._spans[1:]] + [len(self.transcript_ids)] * bool(self._spans)
-        return [(start, end, version) for (start, version), end in zip(self._spans, ends, strict=True)]
+        spans = self._buffer.spans
+        ends = [start for start, _ in spans[1:]] + [len(self.transcript_ids)] * bool(spans)
+        return [(start, end, version) for (start, version), end in zip(spans, ends, strict=True)]
 
     @property
     def columns(self) -> Mapping[str, tuple[ColumnRun, ...]]:
@@ -108,8 +107,8 @@ class LiveCall:
         logprobs: Sequence[float] | None,
         version: PolicyVersion,
         columns: Columns = None,
-    ) -> None:
-        """Take what one engine output carried; all of it or, with an error, none of it.
+    ) -> int:
+        """Take what one engine output carried; all of it or, with an error, none of it. Returns `n_pending`.
 
         `columns` go to the store, and are kept here as long as the call is.
 
@@ -118,19 +117,9 @@ class LiveCall:
         """
         if self.ended is not None:
             raise ValueError(f"call {self.request.rollout!r} has ended and takes no more tokens")
-        ids, lps = self.transcript_ids, self.transcript_logprobs
-        start = len(ids)
-        try:
-            ids.extend(token_ids)
-            lps.extend([math.nan] * (len(ids) - start) if logprobs is None else logprobs)
-            self._buffer.append(token_ids, logprobs, version, columns)
-        except BaseException:
-            del ids[start:], lps[start:]
-            raise
-        before = self._spans[-1][1] if self._spans else None
-        if before is not version and before != version and len(ids) > start:
-            self._spans.append((start, version))
-        self._table.changed(self)
+        n_pending = self._buffer.append(token_ids, logprobs, version, columns)
+        self._table.changed_calls[self] = None
+        return n_pending
 
     def end(self, finish_reason: str, stop_reason: int | str | None) -> Ended:
         """Make the call terminal. Raises ValueError for a reason that does not end a call."""
@@ -142,7 +131,7 @@ class LiveCall:
                 finish_reason=finish_reason,
                 stop_reason=stop_reason,
             )
-            self._table.changed(self)
+            self._table.changed_calls[self] = None
         return self.ended
 
     def settle_as_ended(self, finish_reason: str, stop_reason: int | str | None) -> None:
@@ -163,7 +152,7 @@ class LiveCall:
             self._opened = Opened(call_id=self.call_id, attempt=self.attempt, request=self.request)
         for run in self._buffer.freeze():
             self._kept.keep(run)
-        self._buffer = TokenBuffer(self.call_id, self.attempt, first)
+        self._buffer.rewind(first)
         for start, end, version in self.version_spans:
             for at, stop, with_logprobs in self._alike(max(start, first), end):
                 for piece in self._kept.between(at, stop):
@@ -171,7 +160,7 @@ class LiveCall:
                     logprobs = self.transcript_logprobs[own] if with_logprobs else None
                     self._buffer.append(self.transcript_ids[own], logprobs, version, piece.columns)
         self._ended = self.ended
-        self._table.changed(self)
+        self._table.changed_calls[self] = None
 
     def _alike(self, start: int, end: int) -> Iterable[tuple[int, int, bool]]:
         """[start, end) in runs that can be chunks: all with logprobs, or all without."""
@@ -198,8 +187,9 @@ class CallTable:
 
     def __init__(self) -> None:
         self._calls: dict[CallId, LiveCall] = {}
-        # By object: two attempts of one call may both have records that were not taken yet (invariant 2).
-        self._changed: dict[LiveCall, None] = {}
+        self.changed_calls: dict[LiveCall, None] = {}
+        """Those that the next freeze takes from. By object: two attempts of one call may both have records that were
+        not taken yet (invariant 2). Calls enter themselves, with no function called for each token."""
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -214,7 +204,7 @@ class CallTable:
         """A call that no ledger knows yet; its `Opened` record goes with the next freeze."""
         call = self._add(request, call_id, attempt)
         call._opened = Opened(call_id=call_id, attempt=attempt, request=request)
-        self.changed(call)
+        self.changed_calls[call] = None
         return call
 
     def carry_on(
@@ -229,10 +219,8 @@ class CallTable:
     ) -> LiveCall:
         """A call that a restore brought back with this prefix; the ledger has it at this attempt already."""
         call = self._add(request, call_id, attempt)
-        call._buffer = TokenBuffer(call_id, attempt, len(token_ids))
-        call.transcript_ids.extend(token_ids)
-        call.transcript_logprobs.extend(logprobs)
-        call._spans.extend((start, version) for start, _, version in version_spans)
+        begins = ((start, version) for start, _, version in version_spans)
+        call._fill(TokenBuffer(call_id, attempt, token_ids, logprobs, begins))
         call._kept = KeptColumns(columns)
         return call
 
@@ -241,9 +229,6 @@ class CallTable:
             raise ValueError(f"call {request.rollout!r} is live already")
         call = self._calls[call_id] = LiveCall(self, request, call_id, attempt)
         return call
-
-    def changed(self, call: LiveCall) -> None:
-        self._changed[call] = None
 
     def forget(self, call_id: CallId) -> None:
         """Drop an ended call once its caller has its result; what was not yet frozen still goes with a freeze."""
@@ -269,17 +254,17 @@ class CallTable:
 
     def longest_pending(self) -> int:
         """Tokens of the call with the most unfrozen ones: what a crash now would cost one call."""
-        return max((call.n_pending for call in self._changed), default=0)
+        return max((call.n_pending for call in self.changed_calls), default=0)
 
     def freeze(self, *, whole_calls: bool = False) -> list[Captured]:
         """The cut: everything captured since the last one, in order per call.
 
         `whole_calls`: only of calls that have ended; what the others have stays with them.
         """
-        changed, self._changed = self._changed, {}
+        changed, self.changed_calls = self.changed_calls, {}
         if whole_calls:
             live = [call for call in changed if call.ended is None and self._calls.get(call.call_id) is call]
-            self._changed = dict.fromkeys(live)
+            self.changed_calls = dict.fromkeys(live)
             changed = dict.fromkeys(call for call in changed if call.ended is not None)
         taken: list[Captured] = []
         for call in changed:

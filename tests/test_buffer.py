@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +40,7 @@ OUTPUTS = st.lists(
 """(tokens, with logprobs?, version, freeze after it?)"""
 
 
-def flat(runs: list[Run]) -> list[Token]:
+def flat(runs: Iterable[Run]) -> list[Token]:
     tokens = []
     for run in runs:
         logprobs = run.logprobs if run.logprobs is not None else [None] * len(run.token_ids)
@@ -49,7 +51,7 @@ def flat(runs: list[Run]) -> list[Token]:
 @given(start=st.integers(0, 100), outputs=OUTPUTS)
 def test_any_history_gives_back_exactly_its_tokens(start: int, outputs: list) -> None:
     """Freezing between any two appends loses, doubles and reorders nothing."""
-    buffer = TokenBuffer(CALL, 3, start)
+    buffer = TokenBuffer(CALL, 3, [7] * start, [-1.0] * start, [(0, V0)] * bool(start))
     model: list[Token] = []
     taken: list[Run] = []
     for tokens, with_logprobs, version, freeze in outputs:
@@ -70,6 +72,9 @@ def test_any_history_gives_back_exactly_its_tokens(start: int, outputs: list) ->
         assert len(run.token_ids) >= 1
         at += len(run.token_ids)
     assert at == start + len(model)
+    begins = {at: token.version for at, token in enumerate([Token(7, -1.0, V0)] * start + model)}
+    assert [begins[at] for at, _ in buffer.spans] == [version for _, version in buffer.spans]
+    assert [at for at, _ in buffer.spans] == [at for at in begins if at == 0 or begins[at] != begins[at - 1]]
 
 
 @given(outputs=OUTPUTS)
@@ -80,25 +85,59 @@ def test_a_run_becomes_the_chunk_it_is(outputs: list) -> None:
     for run in buffer.freeze():
         chunk = run.to_chunk()
         assert (chunk.call_id, chunk.attempt, chunk.start, chunk.version) == (CALL, 1, run.start, run.version)
-        assert chunk.token_ids.dtype == np.int32 and chunk.token_ids.tolist() == run.token_ids
+        assert chunk.token_ids.dtype == np.int32 and chunk.token_ids.tolist() == run.token_ids.tolist()
         assert (chunk.logprobs is None) == (run.logprobs is None)
         if chunk.logprobs is not None:
-            assert chunk.logprobs.dtype == np.float32 and chunk.logprobs.tolist() == run.logprobs
+            assert chunk.logprobs.dtype == np.float32 and chunk.logprobs.tolist() == list(run.logprobs)
         assert chunk.mask.all() and chunk.mask.shape == chunk.token_ids.shape
 
 
-def test_freeze_hands_over_the_very_lists_and_never_touches_them_again() -> None:
-    """Its cost cannot depend on the number of tokens: nothing is copied."""
+def test_freeze_copies_no_token_and_what_comes_later_does_not_touch_it() -> None:
+    """Its cost cannot depend on the number of tokens."""
     buffer = TokenBuffer(CALL, 0)
     buffer.append([1, 2], [-0.5, -0.25], V0)
     buffer.append([3], [-1.0], V0)
-    runs, ids, logprobs = buffer._runs, buffer._runs[0].token_ids, buffer._runs[0].logprobs
+    runs = buffer._runs
     frozen = buffer.freeze()
     assert frozen is runs
-    assert frozen[0].token_ids is ids and frozen[0].logprobs is logprobs
+    assert frozen[0].of_ids is buffer.token_ids and frozen[0].of_logprobs is buffer.logprobs
     buffer.append([4], [-2.0], V0)
-    assert (ids, logprobs) == ([1, 2, 3], [-0.5, -0.25, -1.0])
+    assert (frozen[0].token_ids.tolist(), list(frozen[0].logprobs or ())) == ([1, 2, 3], [-0.5, -0.25, -1.0])
     assert [run.start for run in buffer.freeze()] == [3]
+
+
+@pytest.mark.parametrize("wrong", [2**31, "7", None, 1.5])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_token_that_is_none_changes_nothing(wrong: object, n: int) -> None:
+    buffer = TokenBuffer(CALL, 0)
+    buffer.append([1], [-0.5], V0)
+    ids: list[Any] = [5, 6, wrong][-n:]
+    for given_ids, logprobs in ((ids, [-1.0] * n), ([5, 6, 7][-n:], [-1.0, -1.0, "x"][-n:])):
+        with pytest.raises((TypeError, OverflowError)):
+            buffer.append(given_ids, logprobs, PolicyVersion("other", 1))
+        assert (buffer.end, buffer.n_pending, buffer.spans) == (1, 1, [(0, V0)])
+        assert (buffer.token_ids.tolist(), buffer.logprobs.tolist()) == ([1], [-0.5])
+    buffer.append([2], [-0.25], V0)
+    assert flat(buffer.freeze()) == [Token(1, -0.5, V0), Token(2, -0.25, V0)]
+
+
+@given(outputs=OUTPUTS, data=st.data())
+def test_what_is_appended_again_is_stored_again_and_added_once(outputs: list, data: st.DataObject) -> None:
+    buffer = TokenBuffer(CALL, 0)
+    model: list[Token] = []
+    for tokens, with_logprobs, version, _ in outputs:
+        ids, lps = [t for t, _ in tokens], [lp for _, lp in tokens]
+        buffer.append(ids, lps if with_logprobs else None, version)
+        model += [Token(t, lp if with_logprobs else None, version) for t, lp in tokens]
+    spans = list(buffer.spans)
+    first = data.draw(st.integers(0, len(model)))
+    buffer.rewind(first)
+    for token in model[first:]:
+        buffer.append([token.id], None if token.logprob is None else [token.logprob], token.version)
+    assert flat(buffer.freeze()) == model[first:]
+    assert buffer.token_ids.tolist() == [token.id for token in model] and buffer.spans == spans
+    buffer.append([9], [-9.0], V0)
+    assert flat(buffer.freeze()) == [Token(9, -9.0, V0)] and buffer.end == len(model) + 1
 
 
 def test_what_does_not_fit_changes_nothing() -> None:

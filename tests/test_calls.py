@@ -124,11 +124,10 @@ def test_freeze_looks_only_at_what_changed_and_copies_nothing() -> None:
     calls = [opened(table, f"r{i}") for i in range(100)]
     table.freeze()
     calls[7].append([1] * 1000, None, V0)
-    ids = calls[7]._buffer._runs[0].token_ids
-    assert list(table._changed) == [calls[7]]
+    assert list(table.changed_calls) == [calls[7]]
     (run,) = table.freeze()
-    assert isinstance(run, Run) and run.token_ids is ids
-    assert not table._changed
+    assert isinstance(run, Run) and run.of_ids is calls[7].transcript_ids
+    assert not table.changed_calls
 
 
 def test_wide_rows_leave_with_their_tokens() -> None:
@@ -165,7 +164,7 @@ def test_a_restored_prefix_is_part_of_the_transcript_and_not_written_again() -> 
     assert table.freeze() == []
     call.append([3], None, PolicyVersion("a", 1))
     (run,) = table.freeze()
-    assert isinstance(run, Run) and (run.start, run.attempt, run.token_ids) == (2, 2, [3])
+    assert isinstance(run, Run) and (run.start, run.attempt, run.token_ids.tolist()) == (2, 2, [3])
     assert call.transcript_ids.tolist() == [1, 2, 3]
     assert call.transcript_logprobs.tolist()[:2] == [-0.5, -0.25] and math.isnan(call.transcript_logprobs[2])
     assert call.version_spans == [(0, 2, V0), (2, 3, PolicyVersion("a", 1))]
@@ -206,7 +205,8 @@ def test_b5_an_output_that_cannot_be_stored_leaves_no_part_of_itself(ids: list, 
     assert (call.transcript_ids.tolist(), call.transcript_logprobs.tolist(), call.n_tokens) == ([7], [-0.5], 1)
     assert call.version_spans == [(0, 1, V0)]
     run = table.freeze()[1]
-    assert isinstance(run, Run) and (run.token_ids, run.logprobs) == ([7], [-0.5])
+    assert isinstance(run, Run) and run.logprobs is not None
+    assert (run.token_ids.tolist(), run.logprobs.tolist()) == ([7], [-0.5])
 
 
 def test_longest_pending_is_what_a_crash_would_cost_one_call() -> None:
@@ -271,7 +271,7 @@ def test_a_rewound_call_hands_over_exactly_what_the_store_lacks(
     if not ends:
         call.append([7], None, V0)
         (run,) = table.freeze()
-        assert isinstance(run, Run) and (run.start, run.token_ids) == (len(expected), [7])
+        assert isinstance(run, Run) and (run.start, run.token_ids.tolist()) == (len(expected), [7])
 
 
 def test_a_rewound_call_of_which_the_ledger_knows_nothing_is_opened_again() -> None:

@@ -267,22 +267,21 @@ def test_k2_a_resumed_text_prompt_has_one_bos(engine: Any, on_loop: OnLoop[Any],
 # ---- the cut ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_cut_hands_over_the_captured_lists(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
-    """A cut swaps: what it hands over is the very list that was filled, and nothing is awaited in between."""
+def test_a_cut_hands_over_the_captured_tokens_themselves(engine: Any, on_loop: OnLoop[Any], tmp_path: Path) -> None:
+    """A cut swaps: what it hands over lies where it was captured, and nothing is awaited in between."""
 
     async def scenario() -> None:
         async with capturing(engine, tmp_path, flush=0) as (_, session):
             call = await session.admit(request_of("r", PROMPT, greedy(8)), surface.stop_rules(engine))
             session.captured(call, [5, 6], [-0.5, -0.25])
             run = call._buffer._runs[0]
-            ids, logprobs = run.token_ids, run.logprobs
             session.captured(call, [7], [-0.125])
             opened, frozen = session.table.freeze()
             assert opened.call_id == frozen.call_id == call.call_id
-            assert frozen is run and frozen.token_ids is ids and frozen.logprobs is logprobs
-            assert (ids, logprobs) == ([5, 6, 7], [-0.5, -0.25, -0.125])
+            assert frozen is run and run.of_ids is call.transcript_ids and run.of_logprobs is call.transcript_logprobs
             session.captured(call, [8], [-1.0])
-            assert ids == [5, 6, 7] and session.table.freeze()[0].token_ids == [8]
+            assert run.token_ids.tolist() == [5, 6, 7] and run.logprobs.tolist() == [-0.5, -0.25, -0.125]
+            assert session.table.freeze()[0].token_ids.tolist() == [8]
             assert not asyncio.iscoroutinefunction(session.table.freeze)
             session.left(call)
 

@@ -145,13 +145,13 @@ class Capturing:
         """Take one engine output into the call's buffer."""
         if not token_ids:
             return
-        call.append(token_ids, logprobs or None, self._version, columns)
+        n_pending = call.append(token_ids, logprobs or None, self._version, columns)
         self._n_captured += 1
         self.counters.tokens_captured += len(token_ids)
         if self.on_tokens is not None:
             self.on_tokens(call, len(token_ids))
         if not self.whole_calls:
-            self.flushing.pending(call.n_pending)
+            self.flushing.pending(n_pending)
 
     async def terminal(self, call: LiveCall, finish_reason: str, stop_reason: int | str | None) -> None:
         """Make a call terminal as soon as no fence is up."""

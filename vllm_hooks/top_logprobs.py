@@ -64,9 +64,9 @@ def captured_of(logprobs: Any, token_ids: Sequence[int], start: int, n_top: int 
         (position,) = logprobs
         entry = position[token_ids[0]]
         if n_top is None:
-            return [float(entry.logprob)], None
+            return [entry.logprob], None
         if len(position) == 1 and 0 <= (rank := entry.rank or 0) < len(_RANK_OF_ONE):
-            return [float(entry.logprob)], _RANK_OF_ONE[rank]
+            return [entry.logprob], _RANK_OF_ONE[rank]
     if n_top is None or logprobs is None or not token_ids:
         return surface.sampled_logprobs_from(logprobs, token_ids, start), None
     stop = start + len(token_ids)

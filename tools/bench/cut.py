@@ -120,18 +120,14 @@ def _put_back(table: CallTable, live: Sequence[LiveCall], runs: Sequence[Run]) -
         of.setdefault(run_.call_id, []).append(run_)
     for call in live:
         own = of[call.call_id]
-        call._buffer._runs, call._buffer._n_pending = own, sum(len(one.token_ids) for one in own)
-        table.changed(call)
+        call._buffer._runs, call._buffer.n_pending = own, sum(map(len, own))
+        table.changed_calls[call] = None
 
 
 def _copy(live: Sequence[LiveCall]) -> float:
     """Seconds for what a checkpoint by copy does in the loop."""
     began = time.perf_counter()
-    copies = [
-        (list(run_.token_ids), None if run_.logprobs is None else list(run_.logprobs))
-        for call in live
-        for run_ in call._buffer.pending
-    ]
+    copies = [(run_.token_ids, run_.logprobs) for call in live for run_ in call._buffer.pending]
     seconds = time.perf_counter() - began
     del copies
     return seconds
