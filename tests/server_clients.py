@@ -14,6 +14,7 @@ from typing import Any
 import openai
 
 from examples.openai_client import HEADER, stream_whole
+from prefix_recovery.tiny import PAD_ID, tokens_and_merges
 from tests.server_process import MODEL, ServerProcess
 
 N_TOKENS = 280
@@ -42,7 +43,24 @@ REQUESTS: dict[str, dict[str, Any]] = {
     },
     "prompts": {**TEXT, "temperature": 0.7, "prompt": [[5, 77, 300, 12], [9, 8, 7]], "n": 2, "seed": 3},
 }
-STREAMED = ("greedy", "sampled", "unseeded", "samples", "tool", "json", "stopped")
+
+_LETTERS = [at for at, token in enumerate(tokens_and_merges(512)[0]) if at > PAD_ID and token.isascii()]
+_THINKS: dict[str, Any] = {
+    **{**CHAT, "messages": [{"role": "user", "content": "why?"}]},
+    "extra_body": {**IDS, "allowed_token_ids": _LETTERS, "thinking_token_budget": 120},
+}
+REASONING: dict[str, dict[str, Any]] = {
+    "thought": {**_THINKS, "stream_options": {"include_usage": True}},
+    "thought sampled": {**_THINKS, "temperature": 0.9, "seed": 6},
+    "thought whole": _THINKS,
+}
+"""For a server with tests/spoken_reasoning.py.
+
+All of whole characters: what vLLM's parser makes of an unfinished one before the mark depends on what its deltas hold.
+"""
+STREAMED = (
+    "greedy", "sampled", "unseeded", "samples", "tool", "json", "stopped", "thought", "thought sampled",
+)  # fmt: skip
 
 
 def in_arguments(request: dict[str, Any], attempt: str) -> dict[str, Any]:
@@ -64,6 +82,7 @@ class Message:
     """One answer, by choice."""
 
     text: dict[int, str] = field(default_factory=dict)
+    reasoning: dict[int, str] = field(default_factory=dict)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     prompt_ids: list[int] = field(default_factory=list)
     arguments: dict[int, str] = field(default_factory=dict)
@@ -91,6 +110,7 @@ class Message:
             said = getattr(choice, "delta", None) or getattr(choice, "message", choice)
             text = getattr(said, "content", None) or getattr(said, "text", None) or ""
             self.text[at] = self.text.get(at, "") + text
+            self.reasoning[at] = self.reasoning.get(at, "") + (getattr(said, "reasoning", None) or "")
             self.token_ids.setdefault(at, []).extend(getattr(choice, "token_ids", None) or [])
             for call in getattr(said, "tool_calls", None) or []:
                 self.tools += [call.function.name] if call.function.name else []
@@ -105,7 +125,8 @@ class Message:
     def said(self) -> tuple[Any, ...]:
         """All of it that a caller can compare with another telling."""
         rounded = [round(one, 4) for one in self.logprobs]
-        return self.text, self.token_ids, self.arguments, self.tools, self.tops, rounded, self.finish
+        parts = self.text, self.reasoning, self.token_ids, self.arguments, self.tools
+        return *parts, self.tops, rounded, self.finish
 
 
 def ask(client: openai.OpenAI, request: dict[str, Any], attempt: str = "", *, stream: bool) -> Message:
@@ -119,12 +140,14 @@ def ask(client: openai.OpenAI, request: dict[str, Any], attempt: str = "", *, st
     return message
 
 
-def ask_all(client: openai.OpenAI, attempts: dict[str, str]) -> dict[str, Message]:
+def ask_all(
+    client: openai.OpenAI, attempts: dict[str, str], requests: dict[str, dict[str, Any]] = REQUESTS
+) -> dict[str, Message]:
     """Every kind at once, each under its attempt id if there is one for it."""
-    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+    with ThreadPoolExecutor(len(requests)) as pool:
         asked = {
             kind: pool.submit(ask, client, request, attempts.get(kind, ""), stream=kind in STREAMED)
-            for kind, request in REQUESTS.items()
+            for kind, request in requests.items()
         }
         return {kind: answer.result() for kind, answer in asked.items()}
 

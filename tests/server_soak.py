@@ -19,11 +19,13 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from prefix_recovery.tiny import make_tiny_llama
-from tests.server_clients import REQUESTS, STREAMED, Asking, Message, ask_all, client_of
+from tests import spoken_reasoning
+from tests.server_clients import REASONING, REQUESTS, STREAMED, Asking, Message, ask_all, client_of
 from tests.server_process import ServerProcess, many_processes, one_process, serving
 
 CLIENTS = 5
@@ -31,6 +33,9 @@ FLUSH = 64
 TERM = 0.4
 """Of the kills that do not hit a start."""
 KEY = "soak"
+REASONS = (
+    "--reasoning-parser", spoken_reasoning.NAME, "--reasoning-parser-plugin", str(Path(spoken_reasoning.__file__)),
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -51,8 +56,15 @@ class Figures:
 class Clients:
     """Whoever asks; `uncut` has what each kind of message is."""
 
-    def __init__(self, server: ServerProcess, rng: random.Random, uncut: dict[str, Message], figures: Figures) -> None:
-        self._server, self._rng, self._uncut, self._figures = server, rng, uncut, figures
+    def __init__(
+        self,
+        server: ServerProcess,
+        rng: random.Random,
+        requests: dict[str, dict[str, Any]],
+        uncut: dict[str, Message],
+        figures: Figures,
+    ) -> None:
+        self._server, self._rng, self._requests, self._uncut, self._figures = server, rng, requests, uncut, figures
         self._n = 0
         self.running: list[tuple[str, Asking]] = []
         self.seen: dict[str, int] = {}
@@ -66,9 +78,9 @@ class Clients:
             self._start()
 
     def _start(self) -> None:
-        kind = self._rng.choice(sorted(REQUESTS))
-        client = client_of(self._server, KEY, retries=1000)
-        thread = Asking(client, REQUESTS[kind], f"soak-{self._n}-{kind}", stream=kind in STREAMED)
+        kind = self._rng.choice(sorted(self._uncut))
+        client, name = client_of(self._server, KEY, retries=1000), kind.replace(" ", "-")
+        thread = Asking(client, self._requests[kind], f"soak-{self._n}-{name}", stream=kind in STREAMED)
         self._n += 1
         self.running.append((kind, thread))
         thread.start()
@@ -102,9 +114,28 @@ class Clients:
             self._judge(kind, thread)
 
 
+def lacking_reasoning(whole: dict[str, Message]) -> list[str]:
+    """Kinds that are to have reasoning, and an answer behind it, and have not."""
+    return [kind for kind in REASONING if kind in whole and not (whole[kind].reasoning[0] and whole[kind].text[0])]
+
+
 def kill_servers(folder: Path, seed: int, kills: int, deadline: float | None) -> bool:
-    """Whether every client got every message whole. Prints the figures."""
-    began, rng, figures = time.monotonic(), random.Random(f"servers {seed}"), Figures()
+    """Whether every client got every message whole, of both servers. Prints the figures."""
+    plain = kill_server(folder / "plain", f"servers {seed}", REQUESTS, (), kills, deadline)
+    return kill_server(folder / "reasons", f"reasoning servers {seed}", REASONING, REASONS, kills, deadline) and plain
+
+
+def kill_server(
+    folder: Path,
+    seed: str,
+    requests: dict[str, dict[str, Any]],
+    flags: tuple[str, ...],
+    kills: int,
+    deadline: float | None,
+) -> bool:
+    """Of one server with these flags."""
+    began, rng, figures = time.monotonic(), random.Random(seed), Figures()
+    folder.mkdir(parents=True, exist_ok=True)
     model = make_tiny_llama(folder / "model")
     settings = [
         f"rollout_checkpointing.{one}" for one in ("enabled=true", f"gym.generation_chunk_flush_tokens={FLUSH}")
@@ -115,7 +146,7 @@ def kill_servers(folder: Path, seed: int, kills: int, deadline: float | None) ->
     while True:
         last = figures.kills >= kills or (deadline is not None and time.monotonic() > deadline)
         program = many_processes(model, 2) if rng.random() < 0.3 else one_process(model)
-        with serving(folder, f"life-{life}", [*program, "--api-key", KEY], settings) as server:
+        with serving(folder, f"life-{life}", [*program, *flags, "--api-key", KEY], settings) as server:
             life += 1
             if clients is not None and not last and rng.random() < 0.2:
                 time.sleep(rng.uniform(1.0, 15.0))
@@ -124,8 +155,10 @@ def kill_servers(folder: Path, seed: int, kills: int, deadline: float | None) ->
                 server.wait_ready().get("/v1/recovery", KEY)  # once it answers, the process that captures is up
                 if clients is None:
                     # all under attempt ids, since draws are the plug-in's
-                    whole = ask_all(client_of(server, KEY, retries=10), {kind: f"uncut-{kind}" for kind in REQUESTS})
-                    clients = Clients(server, rng, whole, figures)
+                    names = {kind: f"uncut-{kind.replace(' ', '-')}" for kind in requests}
+                    whole = ask_all(client_of(server, KEY, retries=10), names, requests)
+                    figures.problems += [f"no reasoning in {kind}" for kind in lacking_reasoning(whole)]
+                    clients = Clients(server, rng, requests, whole, figures)
                 clients.note_resumed(server)
                 if last:
                     clients.finish(server)
@@ -145,5 +178,5 @@ def kill_servers(folder: Path, seed: int, kills: int, deadline: float | None) ->
             figures.kills += 1
     for problem in figures.problems:
         print(f"PROBLEM: {problem}")
-    print(f"server kills, seed {seed}: {figures}, {time.monotonic() - began:.0f} s", flush=True)
+    print(f"kills of {seed}: {figures}, {time.monotonic() - began:.0f} s", flush=True)
     return not figures.problems

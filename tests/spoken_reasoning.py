@@ -15,7 +15,7 @@ NAME = "spoken"
 class SpokenReasoning(DeepSeekR1ReasoningParser):
     """DeepSeek's, with other marks: reasoning is begun by the prompt's first token and ended by the word `ends`."""
 
-    ends = "hello"
+    ends = "th"
 
     @property
     def start_token(self) -> str:
