@@ -24,6 +24,11 @@ from recovery.ledger import Entry
 from recovery.resume import Plans, ResumePlan, StopRules
 from recovery.transcripts import Transcript
 
+_GOES_ON = (
+    "WARNING: what was passed over is not used, and what it had is generated again -> snapshot-inspect verify "
+    "--read-data STORE says more; with `restore: strict` a start that would pass something over stops instead"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
@@ -31,6 +36,10 @@ class PassedOver:
 
     what: str
     reason: str
+
+
+class PassedOverWarning(UserWarning):
+    """A process goes on without something that was stored: a newer snapshot, a later segment."""
 
 
 class RestoredCall(NamedTuple):
@@ -63,6 +72,11 @@ class Restored:
     calls: list[RestoredCall]
     states: Mapping[str, bytes]
     uncollected: RecoveryError | None = None
+
+    def passed_over_lines(self) -> list[str]:
+        """For whoever runs the job: what was passed over, each with its reason, and what to do. Empty: nothing was."""
+        told = [f"passed over {item.what}: {item.reason}" for item in self.passed_over]
+        return [*told, _GOES_ON] if told else []
 
     @property
     def tokens_reused(self) -> int:

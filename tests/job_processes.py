@@ -70,7 +70,7 @@ def name_of(pid: int) -> str:
 
 
 class JobProcess:
-    """One started process of a job, the leader of its group."""
+    """One started process of a job, the leader of its group. `passes_over`: its test is about what cannot be used."""
 
     def __init__(
         self,
@@ -81,11 +81,13 @@ class JobProcess:
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         python: Path = Path(sys.executable),
+        passes_over: bool = False,
     ) -> None:
         self.log = config.with_name(f"{name}.log")
         self.tally = config.with_name(f"{name}.tally")
         self.began = time.monotonic()
         self.killed = False
+        self.passes_over = passes_over
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [str(python), *program, "run", str(config), "--tally", str(self.tally), *arguments],
@@ -204,6 +206,8 @@ def running(config: Path, name: str, *arguments: str, **options: object) -> Iter
     job = JobProcess(config, name, *arguments, **options)  # type: ignore[arg-type]
     try:
         yield job
+        used = "passed over " not in job.text.replace("passed over staged", "")  # a queue may lose what waits in it
+        assert job.passes_over or used, f"{name} did not use what was stored"
     except Exception as error:
         error.add_note(f"the log of {name}:\n{job.text[-8000:]}")
         raise

@@ -622,6 +622,8 @@ def test_the_operator_is_told_what_a_restore_did_not_take() -> None:
     )
     assert list(saving.restored_lines(restored, 3, 120)) == [
         "passed over snapshot 5: seg/x is missing",
+        "WARNING: what was passed over is not used, and what it had is generated again -> snapshot-inspect verify "
+        "--read-data STORE says more; with `restore: strict` a start that would pass something over stops instead",
         "continuing from snapshot 4, 2 later segments, as snapshot 7: 3 calls in flight, 120 tokens of them kept",
         "1 record of the later segments did not fit and is not used: the call has ended",
         "3 records of the later segments did not fit and are not used: the call is unknown",

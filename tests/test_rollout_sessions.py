@@ -25,6 +25,7 @@ from recovery.admission.state import check_fits
 from recovery.config import CheckpointingConfig, RolloutConfig
 from recovery.errors import CannotRestore, Fenced
 from recovery.model import PolicyVersion
+from recovery.restored import PassedOverWarning
 from vllm_hooks.opening import SystemClock, SystemEntropy
 from vllm_hooks.session import RecoverySession
 
@@ -141,7 +142,8 @@ async def from_a_to_a_dead_end(store: Path, **options: Any) -> tuple[Saved, Save
 async def test_v9_the_newest_checkpoint_on_disk_is_of_a_branch_that_was_left(store: Path) -> None:
     """Neither lost nor doubled: the last snapshot of B's own branch is taken, past those of the newer one."""
     _, b = await from_a_to_a_dead_end(store)
-    three = await Life.open(store, b)
+    with pytest.warns(PassedOverWarning, match=r"rollout 2 of lineage 'e1'.*is of a branch that was left"):
+        three = await Life.open(store, b)
     while await three.train() is not None:
         pass
     assert Counter(three.trained) == Counter(FORWARDS)

@@ -38,7 +38,7 @@ from recovery.restore import (
     differences,
     restore,
 )
-from recovery.restored import PassedOver, Restored
+from recovery.restored import PassedOver, PassedOverWarning, Restored
 from recovery.resume import StopRules
 from recovery.salvage import Salvaged, salvage
 from recovery.slots import SlotLog
@@ -143,6 +143,8 @@ def open_store_for(
         exactness="statistical" if changed else exactness,
     )
     restored.passed_over += [PassedOver(f"staged {key}", error.message) for key, error in waited.troubles()]
+    if told := restored.passed_over_lines():
+        warnings.warn("\n".join(told), PassedOverWarning, stacklevel=2)
     return Opened(store, segments, clock, entropy, publication, restored, states, hexes, changed, staging)
 
 

@@ -198,6 +198,8 @@ def _engine(report: Report, folder: Path | None, rng: np.random.Generator) -> No
         redo = run_once(_job(root / "redo", model, again), root, "redo")
         found = compare(read_rows(root / "killed" / "out.jsonl"), read_rows(root / "whole" / "out.jsonl"))
     assert killed.killed and second.counts is not None and redo.counts is not None
+    if failed := [run for run in (first, second, redo) if run.exit_code or run.passed_over]:
+        raise RuntimeError(f"a run failed, or did not use what was stored: {failed}")
     decoded = [int(run.counts[1].sum()) for run in (second, redo) if run.counts is not None]
     figure = {
         "rows": len(prompts), "tokens": int(drawn.sum()), "unfinished_rows": len(again), "seconds_whole": first.wall_s,

@@ -4,8 +4,9 @@ Owns: the demo's job, what it prints, and the conditions under which it fails.
 Does not know: how a job runs; it starts `prefix-recovery run` as anybody would.
 
 Invariants:
-1. Exit 0 only if no prompt was lost or doubled, no call differs, every kill left tokens to reuse, and no call had more
-   than `FLUSH` tokens generated twice by one kill.
+1. Exit 0 only if no prompt was lost or doubled, no call differs, every kill left tokens to reuse, no call had more
+   than `FLUSH` tokens generated twice by one kill or began with tokens that nobody had generated, and no run passed
+   over anything that was stored.
 2. The last line of stdout is one JSON object with the figures.
 """
 
@@ -189,7 +190,11 @@ class _Demo:
             "seed": self._seed,
         }
         self._table(figures, twice)
-        return figures, _problems(figures, self._kills)
+        problems = _problems(figures, self._kills)
+        problems += [line for run in broken.runs for line in run.passed_over]
+        if min((int(t.min()) for t in twice), default=0) < 0:
+            problems.append("a call began with tokens that nobody had generated")
+        return figures, problems
 
     def _table(self, figures: dict[str, Any], twice: list[Any]) -> None:
         table = Table("after kill", "tokens reused", "generated again", "most per call", title="what the kills cost")

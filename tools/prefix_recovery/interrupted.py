@@ -32,12 +32,14 @@ _POLL_S = 0.01
 
 @dataclass(slots=True)
 class RunFigures:
-    """One process of a job. `counts`: see tally.py; None if it died before it counted anything."""
+    """One process of a job. `counts`: see tally.py; None if it died before it counted anything. `passed_over`: what it
+    said that it could not use of what was stored."""
 
     exit_code: int
     killed: bool
     wall_s: float
     counts: npt.NDArray[np.int64] | None
+    passed_over: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -112,7 +114,9 @@ def run_once(
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
     counts = read_tally(tally) if tally.exists() and tally.stat().st_size else None
-    return RunFigures(code, killed, time.monotonic() - began, counts)
+    said = (folder / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    passed_over = [line for line in said if line.startswith("passed over ")]
+    return RunFigures(code, killed, time.monotonic() - began, counts, passed_over)
 
 
 def _decoded(tally: Path) -> int:
@@ -139,7 +143,12 @@ class Comparison:
 
 
 def compare(rows: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> Comparison:
-    """Row by row: tokens, text, reasons and prompt must be equal; logprobs are reported."""
+    """Row by row: tokens, text, reasons and prompt must be equal; logprobs are reported.
+
+    A row that the reference does not have is a mismatch. Raises ValueError if there is nothing to compare with.
+    """
+    if not reference:
+        raise ValueError("an uninterrupted run without rows")
     by_key = {(row["id"], row["sample_index"]): row for row in rows}
     mismatched, gap = 0, 0.0
     fields = ("token_ids", "text", "finish_reason", "stop_reason", "prompt_token_ids")
@@ -153,4 +162,5 @@ def compare(rows: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, 
         pairs = zip(row["logprobs"], expected["logprobs"], strict=True)
         gap = max([gap, *(abs(float(a) - float(b)) for a, b in pairs)])
     wanted = {(row["id"], row["sample_index"]) for row in reference}
+    mismatched += len(by_key.keys() - wanted)
     return Comparison(len(wanted - set(by_key)), len(rows) - len(by_key), mismatched, gap)

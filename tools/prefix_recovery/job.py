@@ -41,6 +41,7 @@ from recovery.config import JobConfig, effective_mode
 from recovery.coordinator import Attempt
 from recovery.errors import ConfigError, EngineDead
 from recovery.protocol import Verdict
+from recovery.restored import PassedOverWarning
 from storage_backends import open_store
 from vllm_hooks import RecoverableEngine, RecoverySession, surface
 from vllm_hooks.start import open_session
@@ -268,6 +269,7 @@ class Run:
     async def _loop(self, llm: Any, progress: Progress) -> Outcome:
         stop = asyncio.Event()
         warnings.showwarning = lambda message, *rest, **more: progress.say(f"note: {message}")
+        warnings.filterwarnings("ignore", category=PassedOverWarning)  # saving.restored_lines says it
         self._catch_signals(stop, progress)
         session = await self._open_session(llm, progress)
         tally = Tally(self._options.tally, len(self._samples)) if self._options.tally else None

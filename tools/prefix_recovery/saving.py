@@ -20,8 +20,7 @@ from vllm_hooks.parity import Parity
 
 def restored_lines(restored: Restored, n_calls: int, n_tokens: int) -> Iterator[str]:
     """What the restore found and did. `n_calls`, `n_tokens`: calls in flight, and tokens of them that are kept."""
-    for item in restored.passed_over:
-        yield f"passed over {item.what}: {item.reason}"
+    yield from restored.passed_over_lines()
     if restored.snapshot is not None or restored.adopted_segments:
         yield (
             f"continuing from snapshot {restored.snapshot or 'none'}, "
