@@ -22,7 +22,8 @@ from typing import Any
 
 from prefix_recovery.interrupted import JobFigures, compare
 from prefix_recovery.tiny import make_tiny_llama
-from tests.job_files import FLUSH, lines, rows_of, write_job
+from storage_backends import open_store
+from tests.job_files import FLUSH, Saved, lines, rows_of, saved_in, write_job
 from tests.job_processes import JobProcess, run, running, wait_until
 from tests.troubles import CALM, CODES, Trouble
 
@@ -81,15 +82,19 @@ class JobSoak:
         interval_s = rng.choice([0.3, 1.0, 3600.0])
         config = self._written(folder, trouble.store, interval_s)
         print(f"job {self.totals.jobs}, {trouble.name}: snapshots every {interval_s} s", flush=True)
-        figures = JobFigures()
+        figures, saved = JobFigures(), Saved({}, frozenset())
         for number in range(kills):
             job = self._killed(config, f"run-{number}", rng, trouble)
             figures.runs.append(job.figures())
+            self._reuses(job, saved)
+            if trouble is CALM and (folder / trouble.store).exists():
+                saved = saved_in(open_store(folder / trouble.store))
             if self.totals.failed or (not job.killed and job.process.returncode == 0):
                 break
         trouble.over.set()
         last = run(config, "last", environment=trouble.environment)
         figures.runs.append(last.figures())
+        self._reuses(last, saved)
         self._expect(last, "last", {0})
         self._judge(folder, figures, trouble)
 
@@ -107,6 +112,18 @@ class JobSoak:
             self._expect(job, "first", {0, 11})
         self._expect(other, "second", {0})
         self._judge(folder / "second", JobFigures([other.figures()]), Trouble("two coordinators", store))
+
+    def _reuses(self, job: JobProcess, saved: Saved) -> None:
+        """What was stored when the run before was killed is what this one begins with, or more."""
+        counts = job.counts()
+        if counts is None or (not counts[1].any() and job.process.returncode != 0):
+            return  # it was killed before it had counted what it began with
+        for number, row in enumerate(self._rows):
+            stored = saved.tokens.get(f"{row['id']}#0", 0)
+            if counts[0][number] < stored:
+                self.totals.problems.append(
+                    f"job {self.totals.jobs}: {row['id']} began with {counts[0][number]} tokens, {stored} were stored"
+                )
 
     def _written(self, folder: Path, store: str, interval_s: float) -> Path:
         block = {"snapshot_interval_s": interval_s, "store": store}

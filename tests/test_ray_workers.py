@@ -19,6 +19,8 @@ from recovery.config import CheckpointingConfig
 from recovery.errors import Fenced, FingerprintMismatch, InputError, ProgramError, SnapshotAbandoned
 from recovery.model import CallId
 from recovery.protocol import Verdict
+from recovery.restored import PassedOverWarning
+from storage_backends import open_store
 from tests.fake_engine import MUST, PROMPTS, Prompt, reference_answers
 from tests.worker_worlds import STOP, Worker, World, until
 from vllm_hooks.ray_workers.coordination import Coordination, stored_by
@@ -129,6 +131,27 @@ def test_w1_decoding_goes_on_without_a_coordinator_and_the_next_one_is_given_the
         entries = list(coordination.everything())
         assert all(entry.ended is not None and entry.attempt == 0 and not entry.history for entry in entries)
         assert sum(w.n_decoded for w in workers) == sum(map(len, reference_answers(LONG).values())), "nothing twice"
+
+    played(tmp_path, rng, play)
+
+
+def test_what_a_coordinator_that_was_started_again_passes_over_reaches_who_runs_the_job(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    async def play(world: World) -> None:
+        coordination = await world.coordinate()
+        await world.worker()
+        await world.answers(PROMPTS[:2])
+        await world.snapshot()
+        assert coordination.figures().passed_over == ()
+        newest = coordination.opened.publication.writer.head
+        assert newest is not None
+        world.kill_coordinator()
+        open_store(world.config.store or "").delete(newest.key)
+        with pytest.warns(PassedOverWarning, match=newest.key):
+            coordination = await world.coordinate(again=True)
+        told = coordination.figures().passed_over
+        assert newest.key in told[0] and "verify" in told[-1]
 
     played(tmp_path, rng, play)
 

@@ -83,7 +83,7 @@ class Coordination:
         self._news = self._started = False
         self._waits = again
         self.failure: RecoveryError | None = None
-        self._figures = Figures(self.epoch)
+        self._figures = Figures(self.epoch, passed_over=tuple(opened.restored.passed_over_lines()))
         self._plans = Plans(opened.publication, opened.store, opened.segments, stop)
         rewound = isinstance(config.restore, int)
         self.participants = Participants(opened.states, opened.clock, rewound=rewound)

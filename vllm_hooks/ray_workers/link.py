@@ -108,6 +108,8 @@ class CoordinatorLink:
         if figures.waits:
             await answer(handle.go_on.remote(self._participants), STARTING_S)
             self._say(f"the coordinator was started again and goes on at epoch {figures.epoch}")
+            for line in figures.passed_over:
+                self._say(line)
             self.on_again(self._heard_s)
         self._heard_s = time.time()
         self.figures = figures

@@ -97,7 +97,8 @@ class Lost:
 
 @dataclass(slots=True)
 class Figures:
-    """What a coordinator has counted, for the one who runs the job. `waits`: for `go_on`."""
+    """What a coordinator has counted, for the one who runs the job. `waits`: for `go_on`; `passed_over`: what it has to
+    say of the snapshots that it could not begin with."""
 
     epoch: int
     snapshots: int = 0
@@ -107,6 +108,7 @@ class Figures:
     rejected: dict[str, int] = field(default_factory=dict)
     workers: tuple[WorkerId, ...] = ()
     waits: bool = False
+    passed_over: tuple[str, ...] = ()
 
 
 class Superseded(Exception):
