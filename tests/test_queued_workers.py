@@ -109,6 +109,7 @@ def test_a_run_whose_queue_does_not_answer_does_not_begin(
         played(tmp_path, rng, one_after_another)
 
 
+@pytest.mark.filterwarnings("default::recovery.restored.PassedOverWarning")  # what the queue lost, it says so
 @pytest.mark.parametrize("seed", range(8))
 def test_with_a_queue_that_fails_as_it_likes_nothing_differs(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, rows: MemoryRows

@@ -25,7 +25,7 @@ N_TOKENS = 60
 CHAT: dict[str, Any] = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "hello"}],
-    "max_tokens": N_TOKENS,
+    "max_completion_tokens": N_TOKENS,
     "ignore_eos": True,
     "temperature": 0,
     "logprobs": True,
