@@ -62,7 +62,7 @@ browser:  ## install Chromium for the tests of the report page, where there is n
 soak: $(VENV)/ready  ## for SOAK_S=3600 seconds: jobs killed in calm and trouble, two coordinators, schedules, in turn; count and verify. With a count (KILLS=50, ...): that part of soak-parts alone
 	$(BIN)/python -m tests.soak $(if $(GIVEN),$(foreach part,$(PARTS),$(call flag,$(part)) $(if $(filter $(part),$(GIVEN)),$($(part)),0)),--for $(SOAK_S)) $(ARGS)
 
-soak-parts: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol and ROLLOUTS=10000 of a rollout, kill the real job KILLS=50 times, race coordinators RACES=100 times, kill the trainer RL_KILLS=10 times and the OpenAI server SERVER_KILLS=5 times, jobs on Ray in RAY_ROUNDS=5 rounds, compare PARITY=232 cut calls (0: leave out)
+soak-parts: $(VENV)/ready  ## run SCHEDULES=10000 of the protocol and ROLLOUTS=10000 of a rollout, kill the real job KILLS=50 times, race coordinators RACES=100 times, kill the trainer RL_KILLS=10 times and each of two OpenAI servers SERVER_KILLS=5 times, jobs on Ray in RAY_ROUNDS=5 rounds, compare PARITY=232 cut calls (0: leave out)
 	$(BIN)/python -m tests.soak $(foreach part,$(PARTS),$(call flag,$(part)) $($(part))) $(ARGS)
 
 bench-store: $(VENV)/ready  ## measure the store: cost, size, restore, today's ways (minutes; ARGS=--quick: seconds)

@@ -382,12 +382,17 @@ async def test_what_was_never_served_does_not_keep_its_id(tmp_path: Path) -> Non
         assert (await Client(one.app, ASK, x_attempt_id="a").answer()).tokens == list(range(6))
 
 
+async def each_asks(one: Served, names: str) -> None:
+    """One attempt after the other, each with a prompt of its own, to its end."""
+    one.captured.allow(100)
+    for name in names:
+        await Client(one.app, {**ASK, "prompt": [ord(name)]}, x_attempt_id=name).answer()
+
+
 @on_loop
 async def test_only_so_many_idle_attempts_are_kept_and_the_store_forgets_the_others(tmp_path: Path) -> None:
     async with served(tmp_path / "s", keep=2) as one:
-        one.captured.allow(100)
-        for name in "abcd":
-            await Client(one.app, {**ASK, "prompt": [ord(name)]}, x_attempt_id=name).answer()
+        await each_asks(one, "abcd")
         assert [name for name in "abcd" if one.attempts.describe(name)] == ["c", "d"]
     async with served(tmp_path / "s", keep=2) as two:
         assert [name for name in "abcd" if two.attempts.describe(name)] == ["c", "d"]
@@ -454,9 +459,7 @@ async def test_a_forgotten_attempt_is_nobodys_while_the_store_has_it(tmp_path: P
 async def test_one_that_was_idle_for_long_and_is_asked_for_again_gets_one_answer_and_keeps_it(tmp_path: Path) -> None:
     """It ended, was forgotten before any snapshot had it, and its client asks at once: the answer is the call's own."""
     async with served(tmp_path / "s", keep=1) as one:
-        one.captured.allow(100)
-        for name in "ab":
-            await Client(one.app, {**ASK, "prompt": [ord(name)]}, x_attempt_id=name).answer()
+        await each_asks(one, "ab")
         again = {**ASK, "prompt": [ord("a")]}
         refused = await Client(one.app, again, x_attempt_id="a").answer()
         assert (refused.status, refused.code) == (409, "attempt_just_forgotten")

@@ -26,7 +26,7 @@ from bench.plot import plot
 from bench.report import Report
 
 ROUNDS = {"capture": 3}
-"""Fewer than the verb's own, so that all of it takes at most three quarters of an hour."""
+"""Fewer than the verb's own, for the time that all of it takes (MINUTES_MAX)."""
 
 PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "scale": {"scale-million": ("million",), "scale-day": ("day",)},
